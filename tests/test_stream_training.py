@@ -323,7 +323,7 @@ def test_an_error_in_the_shards_of_one_process_stops_all_with_its_name(ranks, tm
         shard.write_bytes(shard.read_bytes()[:70_000])
         words = r"The shard '.*00001.tar' is truncated: byte \d+ .* on_bad_sample=\"skip\""
     else:
-        words = r"The stream is shorter than one global batch of 16 pairs: lane \d of 2, .*0000\d.tar"
+        words = r"The stream is shorter than one global batch, which takes 16 pairs of it: lane \d of 2, .*0000\d.tar"
     ranks.run(rank_fails, 2, str(tmp_path / "shards"), str(tmp_path), False, words)
     if kind != "short":
         ranks.run(rank_fails, 2, str(tmp_path / "shards"), str(tmp_path), True, "")

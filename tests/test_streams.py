@@ -24,9 +24,10 @@ from torch.utils.data import DataLoader
 from hf_infcl.data import ImageTextStream, streams
 from hf_infcl.data.pairs import caption_pair_id
 from hf_infcl.shards import opening, readers
+from hf_infcl.shards.lanes import Shard
 from hf_infcl.shards.layout import DamagedShardError
 from hf_infcl.shards.opening import find_shards, shard_names
-from hf_infcl.shards.readers import Columns, ParquetReader, TarReader
+from hf_infcl.shards.readers import Columns, TarReader
 
 
 def numbers(items):
@@ -286,8 +287,7 @@ def test_fewer_shards_than_readers_are_split_evenly(tmp_path, monkeypatch, kind,
     first = run.take(40)
     states, rest = run.states(), run.take(252)
     assert sorted(itertools.chain(*first, *rest)) == sorted({*itertools.chain(*first, *rest)})  # 4 × 73 of 300 samples
-    monkeypatch.setattr(TarReader, "pieces", None)  # the checkpoint contains the parts
-    monkeypatch.setattr(ParquetReader, "pieces", None)
+    monkeypatch.setattr(Shard, "borders", None)  # the checkpoint contains the parts
     assert Run(monkeypatch, make, batch_size=1, world_size=2, workers=2, states=states).take(252) == rest
 
 
@@ -504,7 +504,9 @@ def test_tar_files_are_read_as_tarfile_reads_them(tmp_path, form):
     positions = [0] + [position for position, _, _ in found]
     for skipped, position in enumerate(positions):
         assert list(reader.samples(str(path), position)) == found[skipped:]
-    assert [s for start, stop in reader.pieces(str(path), 3) for s in reader.samples(str(path), start, stop)] == found
+    assert [
+        s for start, stop in Shard(str(path), "", reader).borders(3) for s in reader.samples(str(path), start, stop)
+    ] == found
 
 
 def test_sizes_beyond_8_gib_are_understood(tmp_path):
@@ -575,7 +577,9 @@ def test_samples_that_a_tar_file_cannot_give_are_told_by_file_and_key(tmp_path, 
     reader, url = stream.shards[0].reader, str(path)
     found = [found[1] for found in reader.samples(url)]
     assert found == ["000001", "000002", key, "000003", "000004"]
-    assert [s[1] for start, stop in reader.pieces(url, 5) for s in reader.samples(url, start, stop)] == found
+    assert [
+        s[1] for start, stop in Shard(url, "", reader).borders(5) for s in reader.samples(url, start, stop)
+    ] == found
 
 
 def test_a_sample_that_cannot_be_read_is_not_asked_where_the_captions_are(tmp_path):
@@ -595,7 +599,9 @@ def test_concatenated_tar_files_are_read_as_one(tmp_path):
     found = list(reader.samples(str(path)))
     for skipped, (position, _, _) in enumerate(found, 1):
         assert list(reader.samples(str(path), position)) == found[skipped:]
-    assert [s for start, stop in reader.pieces(str(path), 3) for s in reader.samples(str(path), start, stop)] == found
+    assert [
+        s for start, stop in Shard(str(path), "", reader).borders(3) for s in reader.samples(str(path), start, stop)
+    ] == found
     path.write_bytes(b"".join(parts)[: 2 * len(parts[0]) + 700])
     with pytest.raises(DamagedShardError, match="truncated"):
         list(reader.samples(str(path)))
@@ -745,7 +751,9 @@ def test_wrong_options_and_columns(folder, tmp_path):
 
 def test_a_stream_shorter_than_a_global_batch(make, monkeypatch):
     Run(monkeypatch, make, batch_size=10, world_size=2, workers=2, steps=1).take(2)
-    with pytest.raises(ValueError, match=r"shorter than one global batch of 400 pairs: lane \d of 4, .*0000\d.tar"):
+    with pytest.raises(
+        ValueError, match=r"shorter than one global batch, which takes 400 pairs of it: lane \d of 4, .*0000\d.tar"
+    ):
         Run(monkeypatch, make, batch_size=10, world_size=2, workers=2, steps=20).take(40)
 
 

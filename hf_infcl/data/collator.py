@@ -189,10 +189,9 @@ class ContrastiveCollator:
         kind = getattr(self.processor.image_processor, "valid_kwargs", None)
         # Its own dict leaves out those without a value.
         images = dict.fromkeys(getattr(kind, "__annotations__", ())) | self.processor.image_processor.to_dict()
-        unrelated = tuple(
-            """
-            _ image_processor_type processor_class data_format return_tensors device input_data_format disable_grouping
-            """.split()
+        unrelated = (
+            *("_", "image_processor_type", "processor_class", "data_format", "input_data_format"),
+            *("return_tensors", "device", "disable_grouping"),
         )
         return {
             **self.text_options,
@@ -257,11 +256,11 @@ class ContrastiveCollator:
         return batch
 
     def _images(self, items: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        arrays = [array for item in items if (array := _as_array(item["image"])) is not None]
-        if self._transform is None or len(arrays) < len(items):
+        arrays: list[Any] = [_as_array(item["image"]) for item in items]
+        if self._transform is None or any(array is None for array in arrays):
             # No arrays, because a processor may mistake the channel axis of a small one.
-            pairs = [(item["image"], _as_array(item["image"])) for item in items]
-            images = [image if array is None else Image.fromarray(array) for image, array in pairs]
+            both = zip(items, arrays, strict=True)
+            images = [item["image"] if array is None else Image.fromarray(array) for item, array in both]
             try:
                 return dict(self.processor.image_processor(images=images, return_tensors="pt"))
             except (RuntimeError, ValueError) as error:  # images of several sizes, or a size that it cannot resize to

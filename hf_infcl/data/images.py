@@ -35,16 +35,9 @@ except ImportError:
     simplejpeg = None
 
 
-# How to turn an image upright, by the orientation in its EXIF data; 1 is upright.
-_UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+# How to turn an image upright, by the orientation in its EXIF data, from 2 on; 1 is upright.
+_TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
+_UPRIGHT = {orientation: Image.Transpose[turn] for orientation, turn in enumerate(_TURNS, 2)}
 
 # What may precede the pixels of a JPEG that PIL need not look at: JFIF, comments and tables, but no EXIF, XMP or Adobe.
 _PLAIN = (0xE0, 0xFE, 0xDB, 0xC4, 0xDD)
@@ -128,11 +121,10 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def image_and_path(self, row: int) -> tuple[np.ndarray, str | None]:
         """The image of a row, decoded, and the path of its file if the dataset does not hold the file itself."""
-        value = self.table[row]
-        self._check_errors(row, value)
+        value, encoded = self._read(row)
         image = value[self.image_column]
-        pixels = self._decoded(row, self._encoded(row, image))
-        return pixels, None if image["bytes"] is not None or is_member(image["path"]) else image["path"]
+        is_in_table = image["bytes"] is not None or is_member(image["path"])
+        return self._decoded(row, encoded), None if is_in_table else image["path"]
 
     def encoded(self, row: int) -> bytes:
         """The contents of the image file of a row.
@@ -140,9 +132,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         Raises:
             BadSampleError: it has none, or it cannot be read.
         """
-        value = self.table[row]
-        self._check_errors(row, value)
-        return self._encoded(row, value[self.image_column])
+        return self._read(row)[1]
 
     def file_sizes(self, step: int = 1) -> Iterator[tuple[int, int]]:
         """(row, bytes of its image file) of every ``step``-th row, if the file is local; none is read."""
@@ -186,11 +176,14 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         if error := find_error(value):
             raise self._bad_sample(row, error)
 
-    def _encoded(self, row: int, value: EncodedImage | None) -> bytes:
-        if value is None:
+    def _read(self, row: int) -> tuple[dict[str, Any], bytes]:
+        """The values of a row, and the contents of its image file."""
+        value = self.table[row]
+        self._check_errors(row, value)
+        if (image := value[self.image_column]) is None:
             raise self._bad_sample(row, f"column {self.image_column!r}: no image")
         with self._image_named(row):
-            return read_encoded(value)
+            return value, read_encoded(image)
 
     def _decoded(self, row: int, encoded: bytes) -> np.ndarray:
         with self._image_named(row):
@@ -231,16 +224,11 @@ def _metadata_above(dataset: datasets.Dataset) -> str:
         return ""
     image = dataset.with_format(None).select_columns("image").cast_column("image", datasets.Image(decode=False))[0]
     path = Path((image["image"] or {}).get("path") or "")
-    files = [
-        (above, folder / name)
-        for above, folder in zip(path.parents, list(path.parents)[1:3], strict=False)
-        for name in ("metadata.jsonl", "metadata.csv", "metadata.parquet")
-        if (folder / name).is_file()
-    ]
-    if not files:
-        return ""
-    split, file = files[0]
-    return f" {file} lies above: move its lines into {split / file.name}, with file names relative to it."
+    for split, folder in zip(path.parents, list(path.parents)[1:3], strict=False):
+        for name in ("metadata.jsonl", "metadata.csv", "metadata.parquet"):
+            if (file := folder / name).is_file():
+                return f" {file} lies above: move its lines into {split / name}, with file names relative to it."
+    return ""
 
 
 def decode_rgb(encoded: bytes, min_side: int | None = None) -> np.ndarray:

@@ -98,10 +98,8 @@ class ZeroShotDataset(ImageDataset):
         self._label_column, self.known_names = label_column, known
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        value = self.table[row]
-        self._check_errors(row, value)
-        image = self._decoded(row, self._encoded(row, value[self.image_column]))
-        return {"image": image, "label": value[self._label_column]}
+        value, encoded = self._read(row)
+        return {"image": self._decoded(row, encoded), "label": value[self._label_column]}
 
     def prompts(self) -> list[str]:
         """The prompts of class 0, one per template, then those of class 1, ..."""

@@ -249,9 +249,8 @@ class ImageTextDataset(PairSource, ImageDataset):
         raise ValueError(f"All of {_MAX_TRIES} rows drawn one after another were bad. The last: {last}") from last
 
     def _sample(self, row: int) -> dict[str, Any]:
-        value = self.table[row]
+        value, encoded = self._read(row)
         item = self._text(row, value)
-        encoded = self._encoded(row, value[self.image_column])
         if self.on_bad_sample == "skip" and not self.pair_id_column:
             item["pair_id"] = content_pair_id(encoded, usable_captions(value[self.caption_column]))
         image = self._decoded(row, encoded)

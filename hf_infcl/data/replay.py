@@ -223,21 +223,14 @@ class Replayed(IterableDataset[Any]):
                 f"replay_share={args.replay_share} of a global batch of {batch} pairs is {old} old pairs after "
                 "rounding. A global batch needs old and new ones: choose another share or a larger batch."
             )
-        for name, option, dataset, pairs in (
-            ("training", "train_dataset", self.datasets[0], batch - old),
-            ("replay", "replay_dataset", self.datasets[1], old),
-        ):
-            is_stream = isinstance(dataset, ImageTextStream)
-            if is_stream and (name == "replay" or not has_length(dataset)):
-                continue
-            if not is_stream and (isinstance(dataset, IterableDataset) or not has_length(dataset)):
+        for option, dataset in zip(("train_dataset", "replay_dataset"), self.datasets, strict=True):
+            has_rows = has_length(dataset) and not isinstance(dataset, IterableDataset)
+            if not has_rows and not isinstance(dataset, ImageTextStream):
                 needed = f"With replay, {option} must be a dataset with a length or an ImageTextStream"
                 raise ValueError(f"{needed}, got a {type(dataset).__name__}.")
-            if len(dataset) < pairs:
-                raise ValueError(
-                    f"The {name} set has {counted(len(dataset), 'pair')}, fewer than its {pairs:,} of each global "
-                    f"batch of {batch:,} pairs. Lower the batch, or change replay_share, which is {old / batch:.3g}."
-                )
+        epochs_of(self, args)
+        if not isinstance(self.datasets[1], ImageTextStream):
+            _check_fills("replay", len(self.datasets[1]), old, batch)
 
     def batches(
         self, share: Share, collate: DataCollator, *, states: Sequence[Mapping[str, Any]] = (), **where: Any
@@ -268,14 +261,20 @@ def epochs_of(dataset: Any, args: InfCLTrainingArguments) -> Epochs | None:
     if not has_length(new):
         return None
     size, rows = args.global_batch_size, len(new)
-    if size - old > rows:
-        fits = 1 << max(0, (rows // 4).bit_length() - 1)  # with four steps in a pass, or more
-        raise ValueError(
-            f"A pass over the training set has {counted(rows, 'pair')}, fewer than one global batch of {size:,}"
-            f"{f', of which {size - old:,} are new' if old else ''} (global_batch_size, or per_device_train_batch_size "
-            f"× gradient_accumulation_steps × processes). Lower it, such as to {fits}, or raise samples_per_epoch."
-        )
+    _check_fills("training", rows, size - old, size)
     return Epochs(rows, size - old)
+
+
+def _check_fills(name: str, rows: int, of_batch: int, batch: int) -> None:
+    """Raises a ValueError if a pass over a set has fewer rows than a global batch takes from it."""
+    if rows < of_batch:
+        fits = 1 << max(0, (rows // 4).bit_length() - 1)  # with four steps in a pass, or more
+        share = "one" if of_batch == batch else f"its {of_batch:,} of each"
+        raise ValueError(
+            f"The {name} set has {counted(rows, 'pair')}, fewer than {share} global batch of {batch:,} pairs "
+            "(global_batch_size, or per_device_train_batch_size × gradient_accumulation_steps × processes). Lower it, "
+            f"such as to {fits}, raise a stream's samples_per_epoch, or change replay_share."
+        )
 
 
 def make_micro_batches(

@@ -11,6 +11,7 @@ import logging
 import mmap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -149,11 +150,10 @@ class Store:
         self.folder, self.name = Path(folder), name
         self._paths = [self.folder / f"{name}-{part:05}-of-{parts:05}.npy" for part in range(parts)]
         self._index_path = self.folder / f"{name}.index.npy"
-        self._index: np.ndarray | None = None  # [2, n] uint64, once it is mapped into memory: hashes and places
-        self._open: dict[int, np.ndarray] = {}  # the parts that are
+        self._open: dict[int, np.ndarray] = {}  # the parts that are mapped into memory
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_index": None, "_open": {}}  # another process maps the files itself
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Store, (self.folder, self.name, len(self._paths))  # another process maps the files itself
 
     # ---- Writing ----
 
@@ -192,7 +192,7 @@ class Store:
     # ---- Reading ----
 
     def __len__(self) -> int:
-        return self._indexed().shape[1]
+        return self._index.shape[1]
 
     @property
     def width(self) -> int:
@@ -224,23 +224,23 @@ class Store:
 
     def _look_up(self, keys: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """The places of some keys [keys], and whether they are there, [keys] bool."""
-        (hashes, places), wanted = self._indexed(), hashed(keys)
+        (hashes, places), wanted = self._index, hashed(keys)
         if len(hashes) == 0:
             return np.zeros(len(keys), np.uint64), np.zeros(len(keys), bool)
         at = np.searchsorted(hashes, wanted).clip(max=len(hashes) - 1)
         return places[at], hashes[at] == wanted
 
-    def _indexed(self) -> np.ndarray:
-        if self._index is None:
-            index = self._mapped(self._index_path)
-            if index.shape != (2, index.shape[-1]):
-                raise self._damaged(f"an index of the shape {list(index.shape)}")
-            self._index = index
-        return self._index
+    @cached_property
+    def _index(self) -> np.ndarray:
+        """[2, n] uint64, mapped into memory: hashes and places."""
+        index = self._mapped(self._index_path)
+        if index.shape != (2, index.shape[-1]):
+            raise self._damaged(f"an index of the shape {list(index.shape)}")
+        return index
 
     def _first(self) -> np.ndarray:
         """The part of the row that is first in the index."""
-        return self._part(int(self._indexed()[1, 0]) >> 32) if len(self) else np.empty((0, 0), np.float32)
+        return self._part(int(self._index[1, 0]) >> 32) if len(self) else np.empty((0, 0), np.float32)
 
     def _part(self, number: int) -> np.ndarray:
         if number not in self._open:

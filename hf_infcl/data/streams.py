@@ -149,8 +149,8 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
             if not reader.has_lists and caption_column:
                 self._check_single()
             groups.append(list(range(len(self.shards), len(self.shards) + len(urls))))
-            names = [f"{number}/{short}" for short in shard_names(urls)]
-            self.shards += [Shard(url, short, reader) for url, short in zip(urls, names, strict=True)]
+            names = zip(urls, shard_names(urls), strict=True)
+            self.shards += [Shard(url, f"{number}/{short}", reader) for url, short in names]
         self.groups = groups if weights is not None else [list(range(len(self.shards)))]
 
     @property
@@ -221,16 +221,13 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
         """The captions of up to 256 samples at the beginnings of eight shards, or fewer; bad samples are left out."""
         if (column := self.caption_column) is None:
             return []
-        count = min(count, _SAMPLED)
-        shards = self.shards[:: -(-len(self.shards) // _SAMPLED_SHARDS)]
-        samples: list[list[str]] = []
+        shards = range(0, len(self.shards), -(-len(self.shards) // _SAMPLED_SHARDS))
+        of_each, samples = -(-min(count, _SAMPLED) // len(shards)), list[list[str]]()
         for shard in shards:
             with suppress(DamagedShardError, ReadError):  # which the training names
-                for _, _, sample in itertools.islice(shard.samples(), -(-count // len(shards))):
-                    with suppress(ValueError):
-                        if not isinstance(sample, DamagedShardError):
-                            row: dict[str, Any] = shard.reader.row(sample)
-                            samples.append(usable_captions(row[column]))
+                for _, key, sample in itertools.islice(self.shards[shard].samples(), of_each):
+                    with suppress(BadSampleError), self._row(shard, key, sample) as row:
+                        samples.append(usable_captions(row[column]))
         return [captions for captions in samples if captions]
 
     def batches(self, batch_size: int | Share, collate: DataCollator = list, **where: Any) -> StreamBatches:
@@ -317,7 +314,6 @@ class Share:
     Attributes:
         of_batch: the pairs of a global batch that come from the source.
         identity: what the order of a stream depends on, for a checkpoint.
-        words: the pairs of a global batch, for messages.
     """
 
     def __init__(self, batch_size: int, micro_batches: int, old: int | None = None, *, is_old: bool = False) -> None:
@@ -325,10 +321,8 @@ class Share:
         self.batch_size, self._old = batch_size, old or 0
         self.of_batch = self._old if is_old else batch_size * micro_batches - self._old
         self.identity: dict[str, Any] = {"batch_size": batch_size}
-        self.words = f"one global batch of {self.of_batch} pairs"
         if old is not None:
             self.identity |= {"micro_batches": micro_batches, "old": old, "is_old": is_old}
-            self.words = f"its {self.of_batch} pairs of one global batch"
 
     def pairs(self, number: int) -> range:
         """The pairs of a micro-batch among those of the source in its global batch."""
@@ -532,10 +526,8 @@ class StreamBatches(MicroBatches):
         if len(group) >= lanes:
             return [Piece(number) for number in group]
         began, parts = time.perf_counter(), lanes // math.gcd(len(group), lanes)
-        pieces = []
-        for number in group:
-            shard = self._stream.shards[number]
-            pieces += [Piece(number, *borders) for borders in shard.reader.pieces(shard.url, parts)]
+        shards = self._stream.shards
+        pieces = [Piece(number, *borders) for number in group for borders in shards[number].borders(parts)]
         if self._rank == 0:
             logger.warning(
                 f"{len(group)} shards are fewer than the {lanes} lanes (processes × DataLoader workers). Each was "
@@ -558,9 +550,10 @@ class StreamBatches(MicroBatches):
                 cursors[lane] = cursor
                 if passes and number < self._share.micro_batches and len(self._pieces) == 1:
                     raise ValueError(
-                        f"The stream is shorter than {self._share.words}: lane {lane} of {self._order.lanes}, each of "
-                        f"which a worker reads, has read its share of the {len(self._stream.shards)} shards such as "
-                        f"{self._stream.shards[0].url!r} before one was full. Lower the batch, or use fewer workers."
+                        f"The stream is shorter than one global batch, which takes {self._share.of_batch} pairs of it: "
+                        f"lane {lane} of {self._order.lanes}, each of which a worker reads, has read its share of the "
+                        f"{len(self._stream.shards)} shards such as {self._stream.shards[0].url!r} before one was "
+                        "full. Lower the batch, or use fewer workers."
                     )
             return items, {"number": number, "lane": lane, "cursor": cursors[lane]}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import itertools
-import json
 import os
 import posixpath
 import re
@@ -80,10 +79,14 @@ class Table:
                 f"{', '.join(KINDS_OF_FILES)}. Name the folder that holds them. "
                 "Training data in tar or parquet shards can be streamed (--streaming, or ImageTextStream in Python)."
             )
-        saved = (datasets.config.DATASET_STATE_JSON_FILENAME, datasets.config.DATASETDICT_JSON_FILENAME)
-        if any((Path(source) / file).is_file() for file in saved):
-            return _load_saved(source, split)
-        return self._load_files(split, image_column)
+        if (saved := self._saved) is None:
+            return self._load_files(split, image_column)
+        if isinstance(saved, datasets.Dataset):
+            # A dataset saved by itself may not know what split it was.
+            saved = datasets.DatasetDict({str(saved.split or split_names(split)[0]): saved})
+        if unknown := [name for name in split_names(split) if name not in saved]:
+            raise ValueError(f"{source!r} has no split {unknown[0]!r}. Its splits are {list(saved)}.")
+        return _selected(saved, split)
 
     def split_to_evaluate(self, *, chooses: bool = False) -> str:
         """The split to evaluate on if none was named: "test", or else "validation", or else the only one.
@@ -101,14 +104,23 @@ class Table:
         return [*preferred, *(splits if len(splits) == 1 else []), "test"][0]
 
     def _splits(self) -> list[str]:
+        if (saved := self._saved) is not None:
+            return list(saved) if isinstance(saved, dict) else [str(saved.split or "test")]
+        return [str(split) for split in self._builder.config.data_files or self._builder.info.splits or ()]
+
+    @cached_property
+    def _saved(self) -> datasets.Dataset | datasets.DatasetDict | None:
+        """What a folder of `save_to_disk` holds; None for any other source."""
         import datasets
 
-        folder = Path(self._source)
-        if (several := folder / datasets.config.DATASETDICT_JSON_FILENAME).is_file():
-            return list(json.loads(several.read_text(encoding="utf-8"))["splits"])
-        if (single := folder / datasets.config.DATASET_STATE_JSON_FILENAME).is_file():
-            return [str(json.loads(single.read_text(encoding="utf-8"))["_split"] or "test")]
-        return [str(split) for split in self._builder.config.data_files or self._builder.info.splits or ()]
+        files = datasets.config.DATASET_STATE_JSON_FILENAME, datasets.config.DATASETDICT_JSON_FILENAME
+        if not any((Path(self._source) / file).is_file() for file in files):
+            return None
+        try:
+            return datasets.load_from_disk(self._source)
+        except Exception as error:  # a damaged file makes the libraries raise exceptions of any class
+            told = f"{self._source!r}, a folder of save_to_disk, cannot be loaded"
+            raise ValueError(f"{told}: {type(error).__name__}: {error}") from error
 
     @cached_property
     def _builder(self) -> Any:
@@ -163,24 +175,6 @@ def _is_not_utf_8(file: str) -> bool:
         return False
     with open_shard(file) as opened:
         return "\ufffd" in opened.read().decode("utf-8", "replace")
-
-
-def _load_saved(source: str, split: str) -> datasets.Dataset:
-    """The split of a folder of `save_to_disk`."""
-    import datasets
-
-    try:
-        loaded = datasets.load_from_disk(source)
-    except Exception as error:  # a damaged file makes the libraries raise exceptions of any class
-        raise ValueError(
-            f"{source!r}, a folder of save_to_disk, cannot be loaded: {type(error).__name__}: {error}"
-        ) from error
-    if isinstance(loaded, datasets.Dataset):
-        # A dataset saved by itself may not know what split it was.
-        loaded = datasets.DatasetDict({str(loaded.split or split_names(split)[0]): loaded})
-    if unknown := [name for name in split_names(split) if name not in loaded]:
-        raise ValueError(f"{source!r} has no split {unknown[0]!r}. Its splits are {list(loaded)}.")
-    return _selected(loaded, split)
 
 
 def _selected(tables: Mapping[str, datasets.Dataset], split: str) -> datasets.Dataset:
@@ -255,10 +249,10 @@ def _separator(files: Sequence[str]) -> str | None:
                     list(strict)
                 except csv.Error as error:  # pandas would read the lines up to another quote as one caption
                     if whole == text or "end of data" not in str(error):
-                        told = (
-                            f"line {strict.line_num} of {Url(file)!r} has an open quote or one within a value: {error}"
-                        )
-                        raise ValueError(f"{told}. Write a quote within a caption twice, in quotes.") from error
+                        raise ValueError(
+                            f"line {strict.line_num} of {Url(file)!r} has an open quote or one within a value: "
+                            f"{error}. Write a quote within a caption twice, in quotes."
+                        ) from error
                 header, *_ = found[separator].values()
                 if wide := [line for line, width in found[separator].items() if width > header]:
                     line = f"line {wide[0]} of {Url(file)!r}"  # pandas would take the first columns for an index

@@ -124,18 +124,14 @@ class ImageTransform:
 
         ``cropped``: the image is already a crop. All of it is resized to the size that is wanted in the end.
         """
-        if self.crop is not None and not cropped:
+        crop = None if cropped else self.crop
+        if crop is not None:
             image = _without_far_ends(image)
         height, width = image.shape[:2]
-        crop = None if cropped else self.crop
-        if cropped and self.crop is not None:
-            size = self.crop
-        elif isinstance(self.size, tuple):
-            size = self.size
-        elif height < width:
-            size = (self.size, int(self.size * width / height))
-        else:
-            size = (int(self.size * height / width), self.size)
+        size = self.crop if cropped and self.crop is not None else self.size
+        if isinstance(size, int):  # of the shorter side
+            short = min(height, width)
+            size = int(size * height / short), int(size * width / short)
         # torch accepts neither read-only arrays, which PIL returns, nor negative strides, which a flip creates.
         batch = torch.from_numpy(np.require(image, requirements=["C", "W"]))[None].permute(0, 3, 1, 2)
         if size != (height, width):
@@ -167,8 +163,8 @@ def set_image_size(processor: Any, side: int) -> None:
             f"image_size={side} cannot be set for a {type(processor).__name__}, whose images have no fixed size: its "
             f"size is {getattr(processor, 'size', None)}. Set its size yourself, and leave image_size out."
         )
-    before = size if crop is None else crop
-    share = 1.0 if crop is None else (size if isinstance(size, int) else min(size)) / min(before)  # type: ignore
+    short: Any = size if isinstance(size, int) else min(size)
+    share = 1.0 if crop is None else short / min(crop)  # type: ignore
     processor.size = type(processor.size)(**dict.fromkeys(dict(processor.size), round(share * side)))
     if crop is not None:
         processor.crop_size = type(processor.crop_size)(**dict.fromkeys(dict(processor.crop_size), side))

@@ -39,6 +39,17 @@ class Shard(NamedTuple):
         keyed = ((sample_key(self.name, sample[1]), sample) for sample in samples)
         return (sample for key, sample in keyed if key not in without[np.searchsorted(without, key) :][:1])
 
+    def borders(self, parts: int) -> list[tuple[int, int | None]]:
+        """(start, stop) of ``parts`` pieces whose numbers of samples differ by at most one."""
+        starts = [start for start, _ in self.reader.beginnings(self.url)]
+        if len(starts) < parts:
+            raise ValueError(
+                f"The shard {self.url!r} has {counted(len(starts), 'sample')} and cannot be shared among {parts} "
+                "readers. Use fewer DataLoader workers or processes, or more shards."
+            )
+        firsts = [starts[len(starts) * part // parts] for part in range(parts)]
+        return list(zip(firsts, [*firsts[1:], None], strict=True))
+
 
 class Piece(NamedTuple):
     """A part of shard number ``shard`` that is dealt to one lane: its samples from ``start`` to before ``stop``."""

@@ -181,8 +181,8 @@ def member_file(path: str) -> str:
     """The tar file of a `member_url`, a space, and the name of the file in it; any other path as it is."""
     if not is_member(path):
         return path
-    _, shard, name = path.removeprefix(_SCHEME).split("/", 2)
-    return f"{unquote(shard)} {unquote(name)}"
+    _, _, shard, name = _parts(path)
+    return f"{shard} {name}"
 
 
 def read_member(url: str) -> bytes:
@@ -192,7 +192,7 @@ def read_member(url: str) -> bytes:
         DamagedShardError: the tar file has become shorter.
         ValueError: it cannot be opened.
     """
-    position, size, shard = _parts(url)
+    position, size, shard, _ = _parts(url)
     with open_shard(shard, position, buffer=max(1, size)) as file:
         data = file.read(size)
     if len(data) < size:
@@ -217,7 +217,8 @@ class _TarMembers(fsspec.AbstractFileSystem):
 fsspec.register_implementation(_TarMembers.protocol, _TarMembers, clobber=True)
 
 
-def _parts(url: str) -> tuple[int, int, str]:
-    place, shard, _ = url.removeprefix(_SCHEME).split("/", 2)
+def _parts(url: str) -> tuple[int, int, str, str]:
+    """Position, size, tar file and name of a `member_url`."""
+    place, shard, name = url.removeprefix(_SCHEME).split("/", 2)
     position, size = place.split("+")
-    return int(position), int(size), unquote(shard)
+    return int(position), int(size), unquote(shard), unquote(name)

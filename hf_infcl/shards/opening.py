@@ -9,6 +9,7 @@ import os
 import posixpath
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -78,8 +79,8 @@ def find_shards(source: str, *, split: str = "train", name: str | None = None) -
         )
     if not urls:
         raise ValueError(f"No .tar or .parquet files were found at {source!r}.")
-    if repeated := {url for url in urls if urls.count(url) > 1} if len(set(urls)) < len(urls) else None:
-        raise ValueError(f"{source!r} names the shard {sorted(repeated)[0]!r} more than once.")
+    if repeated := sorted(url for url, count in Counter(urls).items() if count > 1):
+        raise ValueError(f"{source!r} names the shard {repeated[0]!r} more than once.")
     return urls
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pyarrow
 import pyarrow.parquet
 
-from ..files.text import counted, lacks_column, listed, shortened
+from ..files.text import lacks_column, listed, shortened
 from .layout import IMAGE_EXTENSIONS, DamagedShardError, apart, dots_in, files_of_samples, tar_samples, truncated
 from .opening import open_shard
 from .tar_tables import json_object, tar_table
@@ -115,31 +115,10 @@ def check_column(place: str, option: str, column: str, features: Mapping[str, ob
         raise ValueError(f"{place}: its {option} {column!r} must hold {kinds}, not {held}.{mixed}")
 
 
-class Pieces:
-    """What readers of all formats have in common."""
-
-    has_lists = False  # whether the captions are lists of strings
-
-    def beginnings(self, url: str) -> Iterator[tuple[int, str]]:
-        """(position, key) of each sample, without its contents."""
-        raise NotImplementedError
-
-    def pieces(self, url: str, parts: int) -> list[tuple[int, int | None]]:
-        """(position, stop) of ``parts`` pieces whose numbers of samples differ by at most one."""
-        starts = [start for start, _ in self.beginnings(url)]
-        if len(starts) < parts:
-            raise ValueError(
-                f"The shard {url!r} has {counted(len(starts), 'sample')} and cannot be shared among {parts} readers. "
-                "Use fewer DataLoader workers or processes, or more shards."
-            )
-        firsts = [starts[len(starts) * part // parts] for part in range(parts)]
-        return list(zip(firsts, [*firsts[1:], None], strict=True))
-
-
 # ---- Tar ----
 
 
-class TarReader(Pieces):
+class TarReader:
     """Samples of webdataset tar files: successive files whose names are equal up to the first dot of the last part.
 
     Contents are by extension. An error takes their place if it is not certain what belongs to the sample. At least one
@@ -150,6 +129,9 @@ class TarReader(Pieces):
 
     Raises:
         ValueError: there are none; the message names those that there are.
+
+    Attributes:
+        has_lists: whether the captions are lists of strings.
     """
 
     def __init__(self, columns: Columns, urls: Sequence[str]) -> None:
@@ -204,8 +186,7 @@ class TarReader(Pieces):
                 places[column] = False, "txt"
             else:
                 return f"No {what} was found for {option} {column!r}."
-        if columns.caption:
-            self.has_lists = places[columns.caption][0] and isinstance(fields[columns.caption], list)
+        self.has_lists = isinstance(fields.get(columns.caption or ""), list)
         self._columns, self._image_column = places, image
         extensions = frozenset("json" if in_json else extension for in_json, extension in places.values())
         self._extensions = extensions | IMAGE_EXTENSIONS if self._any_image else extensions
@@ -236,14 +217,13 @@ class TarReader(Pieces):
 
         An image is the contents of its file, or the path of a file beside the shard.
         """
-        fields = None
+        fields = _json_fields(sample) if any(in_json for in_json, _ in self._columns.values()) else {}
         row: dict[str, Any] = {}
         for column, (in_json, extension) in self._columns.items():
             if column == self._image_column:
                 chosen = next((e for e in sample if e in IMAGE_EXTENSIONS), "") if self._any_image else extension
                 row[column] = sample.get(chosen)
             elif in_json:
-                fields = _json_fields(sample) if fields is None else fields
                 row[column] = fields.get(extension)
             else:
                 text = sample.get(extension)
@@ -251,6 +231,7 @@ class TarReader(Pieces):
         return row
 
     def beginnings(self, url: str) -> Iterator[tuple[int, str]]:
+        """(position, key) of each sample, without its contents."""
         with open_shard(url, buffer=_TAR_BUFFER) as file:
             for key, files in files_of_samples(file, url):
                 yield next(files)[1].offset, key
@@ -273,7 +254,7 @@ def _dotted(extensions: Iterable[str]) -> str:
 # ---- Parquet ----
 
 
-class ParquetReader(Pieces):
+class ParquetReader:
     """Rows of parquet files, by their numbers; only the needed columns and row groups are read. As `TarReader`."""
 
     def __init__(self, columns: Columns, urls: Sequence[str]) -> None:
@@ -342,13 +323,12 @@ def _rows(file: pyarrow.parquet.ParquetFile, url: str, group: int, columns: list
 # ---- Formats ----
 
 Reader = TarReader | ParquetReader
-READERS: dict[str, type[TarReader] | type[ParquetReader]] = {".tar": TarReader, ".parquet": ParquetReader}
 
 
-def reader_of(urls: Sequence[str]) -> type[TarReader] | type[ParquetReader]:
+def reader_of(urls: Sequence[str]) -> type[Reader]:
     """The reader of shards, which are all of one format."""
     formats = {posixpath.splitext(url)[1]: url for url in urls}
     if len(formats) > 1:
         one, other, *_ = formats.values()
         raise ValueError(f"{one!r} and {other!r} have different formats. Name tar and parquet files as two sources.")
-    return READERS[next(iter(formats))]
+    return {".tar": TarReader, ".parquet": ParquetReader}[next(iter(formats))]
