@@ -327,7 +327,7 @@ def write_ledger_of_training(trainer: InfCLTrainer, dataset: ImageTextDataset | 
         left_out, names = selections[0].left_out().tolist(), file_names(dataset, rows)
         ledger = Ledger(dataset.key_fingerprint(), rows, scores, captions, names, left_out)
         lowest = ledger.key[ledger.most_suspicious(SHOWN)].tolist()
-        pictures = {row: small_jpeg(dataset.image(row)) for row in lowest}
+        pictures = {row: small_jpeg(dataset.image_and_path(row)[0]) for row in lowest}
         write_ledger_and_sheet(ledger, pictures, Path(str(trainer.args.output_dir)))
     except Exception as error:
         logger.warning("The ledger was not written. %s: %s", type(error).__name__, error)

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 # transformers sets the model_max_length of a tokenizer without a limit to 1e30.
 _NO_LIMIT = 10**6
-# What all items of a batch have, or none.
-_KINDS = ("caption", "pair_id", "skipped", "label", "image_features", "at_start")
 # Tokenizing a megabyte takes seconds, although only max_length tokens are used. A token has about 4 characters of text.
 _CHARACTERS_PER_TOKEN = 64
 
@@ -307,8 +305,8 @@ def texts_of(items: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
 
 
 def _check_kinds(items: Sequence[Mapping[str, object]]) -> None:
-    """Raises a ValueError if only some of the items have a pair id, or another of the `_KINDS`."""
-    for key in _KINDS:
+    """Raises a ValueError if only some of the items have a key that all items of a batch have, or none."""
+    for key in ("caption", "pair_id", "skipped", "label", "image_features", "at_start"):
         count = sum(key in item for item in items)
         if 0 < count < len(items):
             raise ValueError(

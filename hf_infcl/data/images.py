@@ -115,10 +115,6 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self.table)
 
-    def image(self, row: int) -> np.ndarray:
-        """The image of a row, decoded."""
-        return self.image_and_path(row)[0]
-
     def image_and_path(self, row: int) -> tuple[np.ndarray, str | None]:
         """The image of a row, decoded, and the path of its file if the dataset does not hold the file itself."""
         value, encoded = self._read(row)

@@ -176,14 +176,13 @@ class Store:
 
     def finish(self) -> None:
         """Writes the index of all parts."""
-        hashes, places = [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
+        every = [np.empty((2, 0), np.uint64)]
         for part, path in enumerate(self._paths):
             keys = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["keys"]
-            hashes.append(hashed(keys))
-            places.append((part << 32) + np.arange(len(keys), dtype=np.uint64))
-        every = np.stack((np.concatenate(hashes), np.concatenate(places)))
+            every.append(np.stack((hashed(keys), (part << 32) + np.arange(len(keys), dtype=np.uint64))))
+        whole = np.concatenate(every, axis=1)
         with written_whole(self._index_path) as partial:
-            np.save(partial, every[:, every[0].argsort(kind="stable")])
+            np.save(partial, whole[:, whole[0].argsort(kind="stable")])
 
     @property
     def is_finished(self) -> bool:
@@ -312,5 +311,4 @@ def of_caption(key: str, caption: str) -> str:
 
 def hashed(keys: Iterable[str]) -> np.ndarray:
     """[n] uint64: 8 bytes of the BLAKE2b hash of each key. Among 10 million, a collision has a probability of 3e-6."""
-    digests = [b"", *(hashlib.blake2b(key.encode(), digest_size=8).digest() for key in keys)]
-    return np.frombuffer(b"".join(digests), dtype=np.uint64)
+    return np.frombuffer(b"".join(hashlib.blake2b(key.encode(), digest_size=8).digest() for key in keys), np.uint64)

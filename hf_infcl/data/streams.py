@@ -330,12 +330,10 @@ class Share:
         each, left = divmod(self._old, self.micro_batches)
         # `left` micro-batches from `start` on have one more; beyond the last one they go on with the first ones.
         start = random.Random(step).randrange(self.micro_batches) if left else 0
-        end = start + left
 
         def before(place: int) -> int:
             """The pairs of the source in the first so many micro-batches of the global batch."""
-            again = max(0, min(place, end - self.micro_batches))
-            old = each * place + min(place, end) - min(place, start) + again
+            old = each * place + sum((one - start) % self.micro_batches < left for one in range(place))
             return old if self.is_old else self.batch_size * place - old
 
         return range(before(place), before(place + 1))

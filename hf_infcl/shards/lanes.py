@@ -41,7 +41,7 @@ class Shard(NamedTuple):
 
     def borders(self, parts: int) -> list[tuple[int, int | None]]:
         """(start, stop) of ``parts`` pieces whose numbers of samples differ by at most one."""
-        starts = [start for start, _ in self.reader.beginnings(self.url)]
+        starts = [0, *(end for end, _ in self.reader.ends(self.url))][:-1]
         if len(starts) < parts:
             raise ValueError(
                 f"The shard {self.url!r} has {counted(len(starts), 'sample')} and cannot be shared among {parts} "

@@ -56,7 +56,6 @@ def sample_key(shard: str, name: str) -> int:
 
 
 T = TypeVar("T")  # what is taken of a file
-TarFile = tuple[str, tarfile.TarInfo, int]  # its extension and header, and where the next header begins
 
 
 class DamagedShardError(ValueError):
@@ -79,13 +78,16 @@ def tar_samples(
 ) -> Iterator[tuple[int, str, dict[str, T] | DamagedShardError]]:
     """As `TarReader.samples`, of a file that is opened at the position; a message calls it ``url``.
 
+    Files without a key are passed over.
+
     Args:
         contents: makes of the file, an extension and a size what a sample has for this extension, or None for nothing.
     """
-    for key, files in files_of_samples(file, url):
+    named = ((*split_name(info.name), info, end) for info, end in tar_members(file, url))
+    for key, files in itertools.groupby((one for one in named if one[0]), lambda one: one[0]):
         sample: dict[str, T] = {}
         seen, problem, end = set[str](), "", position
-        for extension, info, following in files:
+        for _, extension, info, following in files:
             if not seen and stop is not None and info.offset >= stop:
                 return
             end, has_contents = following, info.isreg() and not info.issparse()
@@ -105,13 +107,6 @@ def tar_samples(
                     "of its own. GNU tar stores them with --hard-dereference --dereference."
                 )
         yield end, key, DamagedShardError(problem) if problem else sample
-
-
-def files_of_samples(file: io.BufferedReader, url: str) -> Iterator[tuple[str, Iterator[TarFile]]]:
-    """The files of each sample, after its key; those without a key are passed over. As `tar_members`."""
-    named = ((*split_name(info.name), info, end) for info, end in tar_members(file, url))
-    for key, files in itertools.groupby((one for one in named if one[0]), lambda one: one[0]):
-        yield key, (one[1:] for one in files)
 
 
 def tar_members(file: io.BufferedReader, url: str) -> Iterator[tuple[tarfile.TarInfo, int]]:

@@ -101,9 +101,7 @@ def existing_paths_are_literal() -> Iterator[None]:
     """
     of_fsspec = LocalFileSystem.glob
 
-    def glob(
-        files: LocalFileSystem, path: str, *args: object, detail: bool = False, **options: object
-    ) -> list[str] | dict[str, dict[str, Any]]:
+    def glob(files: LocalFileSystem, path: str, *args: object, detail: bool = False, **options: object) -> Any:
         literal = existing_part(stripped := files._strip_protocol(path))
         if not _MAGIC.search(literal):
             return of_fsspec(files, path, *args, detail=detail, **options)

@@ -17,7 +17,7 @@ import pyarrow
 import pyarrow.parquet
 
 from ..files.text import lacks_column, listed, shortened
-from .layout import IMAGE_EXTENSIONS, DamagedShardError, apart, dots_in, files_of_samples, tar_samples, truncated
+from .layout import IMAGE_EXTENSIONS, DamagedShardError, apart, dots_in, tar_samples
 from .opening import open_shard
 from .tar_tables import json_object, tar_table
 
@@ -154,7 +154,7 @@ class TarReader:
             if columns.image == "image" and len(_images(sample)) > 1:  # the user has to name one
                 break
         with suppress(DamagedShardError):  # the keys are looked at up to where the shard is damaged
-            problem += apart(key for _, key in self.beginnings(urls[0]))
+            problem += apart(key for _, key in self.ends(urls[0]))
         raise ValueError(problem)
 
     def _first_samples(self, urls: Sequence[str]) -> Iterator[tuple[str, str, Sample]]:
@@ -202,12 +202,7 @@ class TarReader:
         wanted = self._extensions
 
         def contents(file: io.BufferedReader, extension: str, size: int) -> bytes | None:
-            if wanted is not None and extension not in wanted:
-                return None
-            data = file.read(size)
-            if len(data) < size:
-                raise truncated(url, file.tell())
-            return data
+            return file.read(size) if wanted is None or extension in wanted else None
 
         with open_shard(url, position) as file:
             yield from tar_samples(file, url, contents, position, stop)
@@ -230,11 +225,10 @@ class TarReader:
                 row[column] = None if text is None else text.decode("utf-8").strip()
         return row
 
-    def beginnings(self, url: str) -> Iterator[tuple[int, str]]:
-        """(position, key) of each sample, without its contents."""
+    def ends(self, url: str) -> Iterator[tuple[int, str]]:
+        """(position after it, key) of each sample, without its contents."""
         with open_shard(url, buffer=_TAR_BUFFER) as file:
-            for key, files in files_of_samples(file, url):
-                yield next(files)[1].offset, key
+            yield from ((end, key) for end, key, _ in tar_samples(file, url, lambda *_: None))
 
 
 def _json_fields(sample: dict[str, bytes]) -> dict[str, Any]:
@@ -264,7 +258,7 @@ class ParquetReader:
         named = [("image_column", "", columns.image)] if columns.image else []
         for option, _, column in (*named, *columns.texts()):
             check_column(f"The shard {urls[0]!r}", option, column, features)
-        self.has_lists = bool(columns.caption) and not is_string(features[columns.caption])
+        self.has_lists = columns.caption is not None and not is_string(features[columns.caption])
 
     @staticmethod
     def features(urls: Sequence[str], image_column: str) -> Mapping[str, object]:
@@ -297,9 +291,9 @@ class ParquetReader:
             image = image.get("path") if image.get("bytes") is None else image["bytes"]
         return {**sample, self._image_column: image}
 
-    def beginnings(self, url: str) -> Iterator[tuple[int, str]]:
+    def ends(self, url: str) -> Iterator[tuple[int, str]]:
         with _parquet_file(url) as file:
-            yield from ((row, str(row)) for row in range(file.metadata.num_rows))
+            yield from ((row + 1, str(row)) for row in range(file.metadata.num_rows))
 
 
 @contextmanager
@@ -331,4 +325,4 @@ def reader_of(urls: Sequence[str]) -> type[Reader]:
     if len(formats) > 1:
         one, other, *_ = formats.values()
         raise ValueError(f"{one!r} and {other!r} have different formats. Name tar and parquet files as two sources.")
-    return {".tar": TarReader, ".parquet": ParquetReader}[next(iter(formats))]
+    return TarReader if ".tar" in formats else ParquetReader

@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import os
+import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +34,7 @@ _MIXED = (pyarrow.ArrowException, ValueError, TypeError, OverflowError)  # raise
 
 
 def tar_table(
-    shards: Sequence[tuple[str, str]], image_column: str, split: str, most: int | None = None
+    shards: Sequence[tuple[str, str]], image_column: str, split: str, most: int = sys.maxsize
 ) -> datasets.Dataset:
     """The samples of tar shards as rows, as `ImageTextStream` reads them; the images stay in the shards.
 
@@ -54,8 +55,8 @@ def tar_table(
 
     samples = _Samples(image_column)
     for path, name in shards:
-        if most is None or len(samples.errors) < most:
-            samples.read(path, name, None if most is None else most - len(samples.errors))
+        if len(samples.errors) < most:
+            samples.read(path, name, most - len(samples.errors))
     errors = samples.errors
     if all(None in of_sample for of_sample in errors):
         raise ValueError(errors[0][None] if errors else f"The shard {shards[0][1]!r} holds no samples.")
@@ -64,9 +65,8 @@ def tar_table(
         features[name], paths = datasets.Image(), samples.column(source)
         parts = ([path and {"path": path} for path in paths[i : i + _CHUNK]] for i in range(0, len(paths), _CHUNK))
         table[name] = pyarrow.chunked_array([pyarrow.array(part, features[name].pa_type) for part in parts])
-    for name in (*samples.columns, KEY, SHARD):
-        if name in (*samples.images, _FIRST):
-            continue
+    apart = {*samples.images, _FIRST, KEY, SHARD}
+    for name in (*(name for name in samples.values if name not in apart), KEY, SHARD):
         column, wrong = _of_one_type(name, samples.column(name))
         if column.null_count == len(errors) and name not in (*samples.fields, *_TEXTS):
             continue  # files of another kind, such as sounds
@@ -109,33 +109,27 @@ class _Samples:
 
     def __init__(self, image_column: str) -> None:
         self._image_column = image_column
-        self._values: dict[str, list[Any]] = {}  # by column; shorter where the last samples have none
+        self.values: dict[str, list[Any]] = {}  # by column; shorter where the last samples have none
         self.errors: list[dict[str | None, str]] = []  # of each sample by column; None stands for the whole sample
         self._not_ascii: dict[Any, tuple[int, str, set[str]]] = {}  # place, name and columns, by what a name looks like
         self.fields: set[str] = set()  # the columns that are JSON fields
-        self.images: set[str] = set()  # the columns of images
-
-    @property
-    def columns(self) -> list[str]:
-        """All of them, but for the names of samples and shards."""
-        return [name for name in self._values if name not in (KEY, SHARD)]
+        self.images: dict[str, None] = {}  # the columns of images, in their order
 
     def column(self, name: str) -> list[Any]:
         """The value of each sample."""
-        values = self._values.get(name, [])
+        values = self.values.get(name, [])
         return values + [None] * (len(self.errors) - len(values))
 
     def image_columns(self) -> dict[str, str]:
         """What the columns of images are called in the table, and here."""
-        names = [name for name in self.columns if name in self.images]
-        plain = [name for name in names if name in IMAGE_EXTENSIONS]
-        if len(plain) > 1 and not {"image", self._image_column} & {*names}:
-            row = next(row for row, image in enumerate(self._values[_FIRST]) if image is not None)
+        plain = [name for name in self.images if name in IMAGE_EXTENSIONS]
+        if len(plain) > 1 and not {"image", self._image_column} & {*self.images}:
+            row = next(row for row, image in enumerate(self.values[_FIRST]) if image is not None)
             if sum(self.column(name)[row] is not None for name in plain) == 1:  # else the user has to name one
-                return {"image": _FIRST} | {name: name for name in names if name not in plain}
-        return {name: name for name in names}
+                return {"image": _FIRST} | {name: name for name in self.images if name not in plain}
+        return {name: name for name in self.images}
 
-    def read(self, path: str, name: str, most: int | None) -> None:
+    def read(self, path: str, name: str, most: int) -> None:
         """Adds the samples of a shard, or some of them."""
         with open_shard(path, buffer=_BUFFER) as file:
             try:
@@ -158,7 +152,7 @@ class _Samples:
                     told = f"its files must have one name. One is {row[KEY]!r}{alike}"
                     self.errors[place][None] = self.errors[-1][None] = told
         for column, value in row.items():
-            values = self._values.setdefault(column, [])
+            values = self.values.setdefault(column, [])
             values += [*[None] * (len(self.errors) - 1 - len(values)), value]
 
     def _contents(self, file: io.BufferedReader, extension: str, size: int) -> bytes | tuple[int, int]:
@@ -176,7 +170,7 @@ class _Samples:
             parse = _READ.get(extension.rpartition(".")[2], _text)
             try:
                 if isinstance(content, tuple) and self._holds_image(extension):
-                    self.images.add(extension)
+                    self.images[extension] = None
                     row[extension] = member_url(path, *content, f"{row[KEY].rpartition('/')[2]}.{extension}")
                     if extension in IMAGE_EXTENSIONS:
                         row.setdefault(_FIRST, row[extension])
