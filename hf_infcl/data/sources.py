@@ -170,19 +170,14 @@ class _ShardSamples(IterableDataset[Item]):
         samples = enumerate(shard.reader.samples(shard.url))
         for row, (_, key, sample) in itertools.islice(samples, first, None, step):
             try:
-                image, captions = self._stream.image_and_captions(self._number, key, sample)
+                parts = self._stream.image_and_captions(self._number, key, sample)
             except BadSampleError as error:
                 if self._stream.on_bad_sample == "raise":
                     raise
                 yield {"row": row, "bad": str(error)}
                 continue
             place = self._stream.place(self._number, key)
-            item: Item = {"row": row, "key": place, "name": place}
-            if image is not None:
-                item["image"] = image
-            if self._stream.caption_column is not None:
-                item["caption"] = captions
-            yield item
+            yield {"row": row, "key": place, "name": place, **parts}
 
 
 def collated(collator: ContrastiveCollator, items: Sequence[Item]) -> Batch:

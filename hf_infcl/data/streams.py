@@ -252,15 +252,17 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
             image = decode_rgb(encoded, self._min_side)
             return augment(image, self._augmentation, self._seed_for(name, "augmentation", passes)) | item
 
-    def image_and_captions(self, shard: int, key: str, sample: Sample) -> tuple[np.ndarray | None, list[str]]:
-        """The image of a raw sample and all its captions, of which it need not have any.
+    def image_and_captions(self, shard: int, key: str, sample: Sample) -> dict[str, Any]:
+        """The ``image`` of a raw sample and all of its ``caption``s, if these are read; it need not have any caption.
 
         Raises:
             BadSampleError: as `item`.
         """
         with self._row(shard, key, sample) as row:
-            image = None if self.image_column is None else decode_rgb(self._encoded(shard, row), self._min_side)
-            return image, [] if self.caption_column is None else usable_captions(row[self.caption_column])
+            captions = {} if self.caption_column is None else {"caption": usable_captions(row[self.caption_column])}
+            if self.image_column is None:
+                return captions
+            return {**captions, "image": decode_rgb(self._encoded(shard, row), self._min_side)}
 
     @contextmanager
     def _row(self, shard: int, key: str, sample: Sample) -> Iterator[dict[str, Any]]:

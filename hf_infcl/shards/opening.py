@@ -143,11 +143,10 @@ def _matches(pattern: str) -> list[str]:
     """The files that match a pattern. Plain names are used unchanged; local files must exist."""
     if _MAGIC.search(pattern, len(existing_part(pattern))):
         file_system, path = fsspec.core.url_to_fs(pattern)
-        try:
-            with existing_paths_are_literal():
-                paths = sorted(file_system.glob(path))
-        except FileNotFoundError:  # the folder or the repository is not there; some protocols say so
-            paths = []
+        paths: list[str] = []
+        # Some protocols raise it if the folder or the repository is not there.
+        with suppress(FileNotFoundError), existing_paths_are_literal():
+            paths = sorted(file_system.glob(path))
         return [file_system.unstrip_protocol(url) for url in paths] if "://" in pattern else paths
     if "://" not in pattern and not os.path.isfile(pattern):
         raise ValueError(f"The shard {pattern!r} is not there{written_otherwise(pattern, os.path.exists)}.")
@@ -319,9 +318,8 @@ class _RetriedFile(io.RawIOBase):
         if self._file is None:
             # Local files go without fsspec, which costs a copy of every read.
             file: Any = open_cached(self._url) if "://" in self._url else open(self._url, "rb")  # noqa: SIM115
-            self._size = (
-                os.fstat(file.fileno()).st_size if isinstance(file, io.BufferedReader) else getattr(file, "size", None)
-            )
+            is_local = isinstance(file, io.BufferedReader)
+            self._size = os.fstat(file.fileno()).st_size if is_local else getattr(file, "size", None)
             self._file = file
 
     def _forget(self) -> None:

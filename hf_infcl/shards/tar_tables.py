@@ -95,10 +95,8 @@ def tar_table(
 
 
 def _version(shard: tuple[str, str]) -> str:
-    if "://" in shard[0]:
-        return f"{shard} {content_tag(shard[0])}"
-    status = os.stat(shard[0])
-    return f"{shard} {status.st_size} {status.st_mtime_ns}"
+    changed = "" if "://" in shard[0] else os.stat(shard[0]).st_mtime_ns
+    return f"{shard} {content_tag(shard[0])} {changed}"
 
 
 # ---- Reading ----
