@@ -290,7 +290,7 @@ def test_what_cannot_be_is_refused(tmp_path, options, message):
 
 
 def test_a_module_that_names_no_towers_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="Own has no vision_model, so its image tower cannot have a rate or frozen"):
+    with pytest.raises(ValueError, match="freeze_layers=1 needs vision_model, the image tower, which Own does not"):
         trainer_for(tmp_path, models.Own(), freeze_layers=1)
 
 

@@ -356,24 +356,25 @@ class DualEncoder:
 
         Parameters on which no embedding depends are frozen in any case: DDP would wait for their gradients.
         """
-        for module in () if tower is None else self.parts([tower])[tower]:
+        for module in () if tower is None else self.parts([tower], f"freeze={tower!r}")[tower]:
             module.requires_grad_(False)
         for name, parameter in self.model.named_parameters():
             if self.kind.unused is not None and self.kind.unused in name:
                 parameter.requires_grad_(False)
 
-    def parts(self, needed: Iterable[str] = ()) -> dict[str, list[nn.Module]]:
+    def parts(self, needed: Iterable[str] = (), option: str = "") -> dict[str, list[nn.Module]]:
         """The modules of the image side and of the text side: each tower, and its projection if there is one.
 
         Raises:
-            ValueError: the tower of a side that is ``needed`` has another name than those of transformers.
+            ValueError: the tower of a side that is ``needed``, for an ``option`` that the message names, has another
+                name than those of transformers.
         """
         for side in needed:
             if side not in self.towers():
                 raise ValueError(
-                    f"{type(self.base).__name__} has no {TOWERS[side][0]}, so its {side} tower cannot have a rate or "
-                    "frozen layers of its own, or be frozen. Name its towers as `TwoTowers` does, or leave these "
-                    "options out; requires_grad_(False) freezes parameters."
+                    f"{option} needs {TOWERS[side][0]}, the {side} tower, which {type(self.base).__name__} does not "
+                    "have. Name its towers as `TwoTowers` does, or leave the option out; requires_grad_(False) freezes "
+                    "parameters."
                 )
         modules = {side: [getattr(self.model, name, None) for name in names] for side, names in TOWERS.items()}
         return {side: [module for module in both if module is not None] for side, both in modules.items()}
@@ -384,7 +385,7 @@ class DualEncoder:
         Raises:
             ValueError: a tower that trains has fewer layers, or one's own does not name its towers.
         """
-        for side, (tower, *projection) in self.parts(TOWERS).items():
+        for side, (tower, *projection) in self.parts(TOWERS, f"freeze_layers={count}").items():
             depth_of, layers = depths(dict(tower.named_parameters()))
             if count > layers and not all(map(_is_frozen, (tower, *projection))):
                 raise ValueError(

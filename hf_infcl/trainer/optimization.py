@@ -238,7 +238,7 @@ def set_learning_rates(
     rates = {"image": args.image_learning_rate, "text": args.text_learning_rate}
     if set(rates.values()) != {None}:
         towers: dict[nn.Parameter, tuple[str, float]] = {}
-        for side, modules in encoder.parts(rates).items():
+        for side, modules in encoder.parts(rates, "A rate for one tower").items():
             factor = 1.0 if (own := rates[side]) is None else own / args.learning_rate
             trained = [p for module in modules for p in module.parameters() if p.requires_grad]
             towers |= dict.fromkeys(trained, (f"{side} tower", factor))
