@@ -273,7 +273,9 @@ def test_the_command_embeds_a_folder_of_images_and_a_table_of_texts(demo, small,
     np.testing.assert_array_equal(read(tmp_path / "plain", "images")[2], images)
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts/train.csv").write_text("name,text\none,a digit\ntwo,a circle\n")
-    queries = ["embed", demo / "clip-init", tmp_path / "texts", "--output_dir", tmp_path / "q", "--use_cpu"]
+    (tmp_path / "of_a_training.yaml").write_text("dataset: which/is/not/embedded\n")
+    queries = ["embed", tmp_path / "of_a_training.yaml", demo / "clip-init", tmp_path / "texts"]
+    queries += ["--output_dir", tmp_path / "q", "--use_cpu"]
     infcl(*queries, "--key_column", "name")
     assert read(tmp_path / "q", "texts")[:2] == (["one", "two"], ["a digit", "a circle"])
     shutil.rmtree(tmp_path / "q")

@@ -70,8 +70,7 @@ def check_best_metric(namespace: argparse.Namespace) -> None:
     kinds |= dict.fromkeys(guard_names(namespace.guard_dataset), METRICS)
     kinds |= {"zero_shot": metrics_of_kind("classes")} if namespace.zero_shot_dataset else {}
     for way, names in (("", namespace.eval_benchmark), ("guard_", namespace.guard_benchmark)):
-        benchmarks = expanded(names or (), namespace.benchmark_folder)
-        kinds |= {f"{way}{benchmark_key(name)}": METRICS for name in benchmarks}
+        kinds |= {f"{way}{benchmark_key(name)}": METRICS for name in expanded(names or (), namespace.benchmark_folder)}
     if not kinds:
         raise ValueError(
             f"{use} needs something to evaluate: pass a set or benchmark to evaluate, such as --eval_dataset."

@@ -65,6 +65,8 @@ def embed(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
             if folder is None:
                 parser.error("Name the folder for the embeddings with --output_dir, or with --teacher_embeddings.")
             namespace.output_dir = folder
+    else:
+        namespace.dataset = None  # of a file: DATA is embedded instead
     options, _, _, data, columns, _, _, args = parser.build(namespace)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         if namespace.data is None:

@@ -48,7 +48,8 @@ def print_error(command: str, message: str, *, below: bool = False) -> None:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         if store.add(f"infcl/{attempt}/{message}", 1) > 1:
             return
-    print("\n" * below + f"{command}: error: {' '.join(without_secrets(message).split())}", file=sys.stderr, flush=True)
+    line = f"{command}: error: {' '.join(without_secrets(message).split())}"
+    print(f"\n{line}" if below else line, file=sys.stderr, flush=True)
 
 
 def missing_package(error: Exception) -> str | None:
@@ -137,7 +138,7 @@ class Parser(HfArgumentParser):
 
     def __init__(self) -> None:
         description, helps = documented(type(self))
-        self._takes_recipe = DataOptions in self.reads  # --recipe, which names one of `RECIPES`, as a training does
+        self._recipes = DataOptions in self.reads  # whether --recipe may name one of `RECIPES`, as in a training
         names = {name: f"[{name.upper()}]" if name in self.optional else name.upper() for name in self.positionals}
         self._meanings = {shown: helps.get(name, "") for name, shown in names.items()}
         self._of_training = (ContrastiveOptions, of_transformers()) if self.shown else ()
@@ -157,7 +158,7 @@ class Parser(HfArgumentParser):
         for name in self.positionals:
             number = "?" if name in self.optional else None
             self.add_argument(name, nargs=number, metavar=name.upper(), help=helps.get(name))
-        if self._takes_recipe:
+        if self._recipes:
             of_recipes = "Take the options of a recipe of the package as defaults. Each file in hf_infcl/recipes says "
             self.add_argument("--recipe", choices=RECIPES, help=f"{of_recipes}what it is for.")
         self._file = ""  # the name of the file of options, and the names of the options that only it sets
@@ -317,9 +318,7 @@ class Parser(HfArgumentParser):
         """The file of options that the first word or --recipe names, or None, and the other words."""
         of_recipe = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         of_recipe.add_argument("--recipe", nargs="?", const="")
-        named, rest = (
-            of_recipe.parse_known_args(words) if self._takes_recipe else (argparse.Namespace(recipe=None), words)
-        )
+        named, rest = of_recipe.parse_known_args(words) if self._recipes else (argparse.Namespace(recipe=None), words)
         file = Path(rest[0]) if self.shown and rest and rest[0].endswith(FILES) else None
         if named.recipe is None:
             return file, words if file is None else words[1:]
