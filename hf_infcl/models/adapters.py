@@ -173,19 +173,22 @@ def describe_adapters(model: Any) -> tuple[str, list[str], float | None]:
     return words, sorted([targets] if isinstance(targets, str) else targets or []), getattr(config, "lora_alpha", None)
 
 
-def beside_adapters(model: Any) -> dict[str, nn.Parameter]:
+def beside_adapters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trained parameters that peft does not save with an adapter, by name; empty if ``model`` is not peft's.
 
     peft saves its adapters and whole modules (``modules_to_save``), but no single parameter, such as logit_scale.
     """
     if not has_adapters(model):
         return {}
-    from peft import get_peft_model_state_dict as state_of
+    from peft import get_peft_model_state_dict
 
+    adapted: Any = model
     named: dict[str, Any] = dict(model.named_parameters())
-    saved: set[int] = set()
-    for name in model.peft_config:
-        saved |= set(map(id, state_of(model, named, adapter_name=name, save_embedding_layers=False).values()))
+    saved = {
+        id(value)
+        for name in adapted.peft_config
+        for value in get_peft_model_state_dict(adapted, named, name, save_embedding_layers=False).values()
+    }
     return {name: p for name, p in named.items() if p.requires_grad and id(p) not in saved}
 
 

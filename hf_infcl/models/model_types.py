@@ -221,14 +221,20 @@ class Pooling:
         return bool((mask[:, 1:] > mask[:, :-1]).any() or not mask.gather(1, taken).all())
 
     def fault(self, taken: int, end: int, texts: tuple[str, str]) -> str:
-        """Why two texts that end with one token have the embedding of another, and what to do."""
+        """Why two ``texts`` have one embedding, and what to do.
+
+        Args:
+            taken: the token at which it is taken, from where on the texts are not read.
+            end: the token with which the tokenizer ends them.
+            texts: the words for both.
+        """
         if self.place == AT_LARGEST:
             why = "A model of this type takes the embedding of a text at its largest token"
             cure = f"Take a tokenizer that has no token above {end}."
         else:
-            means = "and the embedding of a text is taken there, or else at its first token"
-            means = "by which old configs mean the largest token of a text" if self.at_largest else means
-            why = f"The eos_token_id of the model's text_config is {self.stated}, {means}"
+            old = "by which old configs mean the largest token of a text"
+            first = "and the embedding of a text is taken there, or else at its first token"
+            why = f"The eos_token_id of the model's text_config is {self.stated}, {old if self.at_largest else first}"
             cure = (
                 f"Set eos_token_id to {end} in the text_config of the model's config.json and load the model again, or "
                 f"load tokenizer and model from one checkpoint. If {end} is a part of a word, the tokenizer adds no "
@@ -245,7 +251,7 @@ class SameEmbeddings:
 
     def __init__(self, pooling: Pooling | None) -> None:
         self._pooling, self._looked_at = pooling, 0
-        self._texts: dict[tuple[int, ...], tuple[int, ...]] = {}  # one of those with the same beginning, as it is read
+        self._texts: dict[tuple[int, ...], tuple[int, ...]] = {}  # the first text of those that are read to one token
 
     def check(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> None:
         """Raises a ValueError if two of the texts so far have one embedding, although their tokens differ.
@@ -273,7 +279,7 @@ class SameEmbeddings:
 
 
 def _last(tokens: list[int], mask: list[int] | None, padding: int | None) -> tuple[int, int]:
-    """The last token of a text, and how many tokens up to it may be its end; -1 if nothing of it is attended to."""
+    """The index of a text's last token, -1 if none is attended to, and how many tokens up to it may be its end."""
     if mask is not None:
         return max((place for place, seen in enumerate(mask) if seen), default=-1), 1
     text = [*itertools.dropwhile(lambda token: token == padding, reversed(tokens))]

@@ -158,10 +158,7 @@ def load_readers(
 
 @asks_hub_once
 def load_open_clip(
-    source: str | Path,
-    *,
-    open_clip_model: str | None = None,
-    tokenizer: str | None = None,
+    source: str | Path, *, open_clip_model: str | None = None, tokenizer: str | None = None
 ) -> tuple[Any, Any]:
     """Loads a model of OpenCLIP as a model and a processor of transformers.
 
@@ -278,8 +275,8 @@ def convert(
             "and says how other libraries read the model."
         )
     own, other = (CONFIG, CONFIG_NAME) if to == "open_clip" else (CONFIG_NAME, CONFIG)
-    # Adapters beside a whole model would be added to it. Another model's would lose its tokenizer, whose files both
-    # formats share.
+    # Adapters beside a whole model would be added to it. Another model of the other format would lose its tokenizer,
+    # whose files both formats share.
     is_beside = Path(source).resolve() == Path(target).resolve()
     for file in (own, ADAPTER_CONFIG_NAME, *(() if is_beside else (other,))):
         if (Path(target) / file).exists():

@@ -83,7 +83,7 @@ def values_of_card(args: Options) -> Iterator[tuple[str, str, Any]]:
 
 FILE = Path(__file__).with_name("transformers_options.json")
 
-_OF_A_MACHINE, _UNDECISIVE = (tuple(names.split()) for names, _ in options_in(OF_THEIRS).values())
+_BEGINNINGS = {kind: tuple(names.split()) for kind, (names, _) in options_in(OF_THEIRS).items()}
 # torch would refuse other numbers only after the data are open, and without the option's name, or not at all.
 _WITHIN = {
     "adam_beta1": SHARE,
@@ -102,9 +102,9 @@ CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # transf
 
 def facts_of_theirs(name: str) -> Facts:
     """The facts of an option of transformers.TrainingArguments."""
-    one_machine = name.startswith(_OF_A_MACHINE)
+    one_machine = name.startswith(_BEGINNINGS["of_a_machine"])
     needs = name.removesuffix("_kwargs") if name.startswith(CHECKPOINTING) and name.endswith("_kwargs") else ""
-    decides = not one_machine and not name.startswith(_UNDECISIVE)
+    decides = not one_machine and not name.startswith(_BEGINNINGS["undecisive"])
     return Facts(decides, one_machine, _CHOICES.get(name, ()), _WITHIN.get(name), needs)
 
 
