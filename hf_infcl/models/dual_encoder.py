@@ -202,10 +202,11 @@ class DualEncoder:
         self.dims = dims  # how many of their first dimensions `encode_images` and `encode_texts` return; None for all
         # The model without PEFT adapters around it, whose attributes can be set.
         self.base: Any = getattr(model, "get_base_model", lambda: model)()
-        # Whether it may compute a loss of its own. The attribute is the forward before a wrapper of accelerate.
+        # Whether it may compute a loss of its own; that of an ALIGN differs, as it smooths its labels. The attribute is
+        # the forward before a wrapper of accelerate.
         forward = vars(self.base).get("_original_forward", self.base.forward)
         of_others = not (getattr(forward, "__module__", None) or "").startswith(("transformers.", "hf_infcl."))
-        self.has_own_forward = of_others or bool(self.base._forward_hooks)
+        self.has_own_forward = (of_others or bool(self.base._forward_hooks)) and not self.kind.smooths_labels
         self.objective = self.kind.objective  # that it was designed for
         self._return_dict = return_dict_for(self.base)
         self._divides = self.kind.temperature == "temperature"

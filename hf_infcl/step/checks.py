@@ -61,12 +61,8 @@ class NumberChecks:
         self._has_warned_of_zero = False
         # ---- Of the current window ----
         self.skipping, self._loss = False, math.nan
-        self._undo: Callable[[], None] = lambda: None
-        self._parameters: list[nn.Parameter] = []  # that are trained, listed once
         # For images and texts, whether the embedding of each row is finite, [rows of the window] bool.
         self.finite_rows: Sequence[Tensor] = ()
-        # For each micro-batch, whether this process's gradient is finite after its backward.
-        self._finite_gradients: list[Tensor] = []
 
     def record(self) -> dict[str, Any]:
         """The fields of `RunRecord` that this state continues from."""
@@ -74,9 +70,10 @@ class NumberChecks:
 
     def begin_window(self, model: Wrapper) -> None:
         """Begins a window, before its first forward."""
-        self._undo = undoing(model, self._of_terms)
-        self._parameters = [*model.parameters(), *self._of_terms]
-        self._finite_gradients, self.skipping, self._loss = [], False, math.nan
+        self.skipping, self._undo = False, undoing(model, self._of_terms)
+        self._parameters = [*model.parameters(), *self._of_terms]  # that are trained
+        # For each micro-batch, whether this process's gradient is finite after its backward.
+        self._finite_gradients: list[Tensor] = []
 
     def check(self, passes: CachedWindow[MicroBatch], window: Window, step: int, *, last: bool) -> None:
         """Refuses or skips the window if its loss or its gradient is not finite.
@@ -247,13 +244,9 @@ def check_own_loss(context: Context, batch: Mapping[str, Any]) -> None:
 def asked_for_loss(context: Context, forward: Callable[..., object]) -> Callable[..., object]:
     """The forward of a model, which raises a ValueError if it adds something to the contrastive loss of its inputs.
 
-    The trainer would not train that. The forwards of transformers compute the contrastive loss alone, but for ALIGN's,
-    whose labels are smoothed.
+    The trainer would not train that. The forwards of transformers compute the contrastive loss alone.
     """
-    encoder = context.encoder
-    if encoder.kind.smooths_labels:
-        return forward
-    kind = type(encoder.base)
+    encoder, kind = context.encoder, type(context.encoder.base)
     parameters = inspect.signature(encoder.base.forward).parameters.values()
     of_transformers = any(one.__module__.startswith("transformers.") for one in kind.__mro__)
     takes = any(p.name == "return_loss" or (of_transformers and p.kind == p.VAR_KEYWORD) for p in parameters)

@@ -272,14 +272,6 @@ class CachedWindow(Generic[MicroBatchT]):
         # Drawn for all micro-batches at once, so that the masks of dropout do not depend on the order of encoding.
         self._seeds: list[int] = torch.randint(2**63 - 1, (count,)).tolist()
         self._graphs: dict[int, Features] = {}
-        self._features: Features = ()  # of the whole window, until `differentiate`
-        self._sizes: list[list[int]] = []  # rows of each micro-batch, for each feature
-        self._parameters: Callable[[], Sequence[Tensor]] = tuple
-        self._parameter_gradients: list[Tensor | None] = []
-        self._feature_gradients: list[list[Tensor | None]] = []
-        self.other_gradients: list[Tensor] = []
-        self.loss: Tensor
-        self.gradients: list[Tensor | None] = []
 
     def encode(self) -> Features:
         """The first pass. Returns the features of the whole window, each [all rows, ...], detached."""
@@ -301,8 +293,8 @@ class CachedWindow(Generic[MicroBatchT]):
             cached[index] = tuple(f.detach() for f in self._graphs[index])
             self._micro_batches[index] = None  # its last use
         columns = list(zip(*cached, strict=True))
-        self._sizes = [[len(part) for part in column] for column in columns]
-        self._features = tuple(torch.cat(column) for column in columns)
+        self._sizes = [[len(part) for part in column] for column in columns]  # for each feature
+        self._features: Features = tuple(torch.cat(column) for column in columns)  # until `differentiate`
         return self._features
 
     def differentiate(
@@ -343,12 +335,12 @@ class CachedWindow(Generic[MicroBatchT]):
         self._parameters = parameters
         self._parameter_gradients = [gradients.get(id(copy)) for copy in copies]
         self.other_gradients = [gradients[id(other)] for other in other_inputs]
-        self._feature_gradients = [[] for _ in self._micro_batches]
         self.gradients = [gradients.get(id(leaf)) for leaf in leaves]
-        for gradient, sizes in zip(self.gradients, self._sizes, strict=True):
-            parts = gradient.split(sizes) if gradient is not None else [None] * len(sizes)
-            for gradients_of_micro_batch, part in zip(self._feature_gradients, parts, strict=True):
-                gradients_of_micro_batch.append(part)
+        parts = [
+            [None] * len(sizes) if gradient is None else gradient.split(sizes)
+            for gradient, sizes in zip(self.gradients, self._sizes, strict=True)
+        ]
+        self._feature_gradients = list(zip(*parts, strict=True))  # of each micro-batch
         return self.loss
 
     def surrogate(self, index: int) -> Tensor | None:

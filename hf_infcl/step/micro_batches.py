@@ -395,14 +395,14 @@ def run_repeating(step: WindowStep, model: nn.Module, window: Window, number: in
                 loss = step.run(model, window, number)
             window.loaded.clear()
             return loss
-        except torch.OutOfMemoryError as error:
-            if not (step.may_repeat and _may_take_less(step, window)):
-                traceback.clear_frames(error.__traceback__)  # which hold memory
-                _advise(step.context, number, window)
-                raise
-        except OtherRankFailedError as error:  # which all other processes have heard of as well
-            lacks_memory = torch.OutOfMemoryError.__name__ in str(error)
-            if not (step.repeats and _may_take_less(step, window) and lacks_memory):
+        except (torch.OutOfMemoryError, OtherRankFailedError) as error:
+            is_own = isinstance(error, torch.OutOfMemoryError)
+            # Of a lack of memory elsewhere all other processes have heard as well.
+            repeats = step.may_repeat if is_own else step.repeats and torch.OutOfMemoryError.__name__ in str(error)
+            if not (repeats and window.loaded and (step.graphs.kept > 1 or largest > 1)):
+                if is_own:
+                    traceback.clear_frames(error.__traceback__)  # which hold memory
+                    _advise(step.context, number, window)
                 raise
         # ---- The errors, which hold memory, are gone ----
         assert undo is not None
@@ -424,11 +424,6 @@ def run_repeating(step: WindowStep, model: nn.Module, window: Window, number: in
             )
 
 
-def _may_take_less(step: WindowStep, window: Window) -> bool:
-    """Whether the step can keep fewer graphs, or have smaller micro-batches."""
-    return bool(window.loaded) and (step.graphs.kept > 1 or max(window.sizes[0]) > 1)
-
-
 def _advise(context: Context, number: int, window: Window) -> None:
     """Says what to do about a step that ran out of memory and is not repeated."""
     args = context.args
@@ -448,11 +443,11 @@ def _advise(context: Context, number: int, window: Window) -> None:
         if batch is not None and memory_is_known(args.device) and not context.accelerator.is_fsdp2:
             release_memory()
             of_process = args.global_batch_size // args.world_size
-            smaller = [size for size in possible_micro_batches(args) if size < max(window.sizes[0])]
+            smaller = [n for n in possible_micro_batches(args) if n < max(window.sizes[0]) and n <= MOST]
             with suppress(Exception):  # the error that is raised is that of the step
-                trials, tried = Trials(context, batch), [n for n in smaller if n <= MOST]
+                trials = Trials(context, batch)
                 with alone():
-                    fits = largest_that_fits(trials, Trial(0), "micro_batch", tried)
+                    fits = largest_that_fits(trials, Trial(0), "micro_batch", smaller)
                 if fits:
                     what = f"{fits} and {of_process // fits} would fit as {sizes}, with the same result. {what}"
     logger.error(f"The step after step {number} ran out of memory. {what}")

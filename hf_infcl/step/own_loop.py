@@ -79,8 +79,8 @@ def cached_backward(
 
     def checked_encode(batch: MicroBatchT) -> Features:
         features = encode(batch)
-        names = _OF_LOSS if isinstance(batch, Mapping) else ()
-        if lost := [name for name in names if name in batch and not any(f is batch[name] for f in features)]:
+        given = batch if isinstance(batch, Mapping) else {}
+        if lost := [name for name in _OF_LOSS if name in given and not any(f is given[name] for f in features)]:
             raise ValueError(
                 f"The micro-batches have {' and '.join(lost)}, which the loss does not get, and which the model "
                 "ignores. Take them out, batch.pop(...), and let the loss use them, or return them from `encode` as "

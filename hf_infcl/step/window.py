@@ -307,10 +307,12 @@ def split_batches(batches: Sequence[Mapping[str, Tensor]], largest: int | None) 
 
     Images keep their order. The captions of an image stay with it, and negative captions are shared equally.
     """
+    if largest is None:
+        return list(batches)
     parts: list[Any] = []
     for batch in batches:
         images = len(images_of(batch))
-        count = -(-images // (largest or images))
+        count = -(-images // largest)
         shares = (rows.tensor_split(count) for rows in (torch.arange(images), _negatives(batch)))
         parts += [batch] if count == 1 else [_rows(batch, *share) for share in zip(*shares, strict=True)]
     return parts
@@ -341,7 +343,8 @@ def _rows(batch: Mapping[str, Tensor], images: Tensor, negatives: Tensor) -> dic
         images: [images] int64 on the CPU, the rows of the images.
         negatives: [texts] int64 on the CPU, the rows of negative captions to take along.
     """
-    count, texts, inputs = len(images_of(batch)), images, {**batch}
+    count, texts = len(images_of(batch)), images
+    inputs: dict[str, Any] = {**batch}
     if (belongs := inputs.pop("caption_image", None)) is not None:
         # [images, texts]: in the order of the images, and of the texts of each of them.
         of_images, rows = (images[:, None] == belongs.cpu()[None]).nonzero(as_tuple=True)
