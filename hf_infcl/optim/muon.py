@@ -209,14 +209,12 @@ class MuonAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        groups: dict[str, list[Group]] = defaultdict(list)
-        for group in self.param_groups:
-            groups[group["algorithm"]].append(group)
-        interleaved(batch for group in groups["muon"] for batch in self._batches(group))
-        if groups["adamw"]:
+        muon, others = ([g for g in self.param_groups if g["algorithm"] == name] for name in ("muon", "adamw"))
+        interleaved(batch for group in muon for batch in self._batches(group))
+        if others:
             # accelerate replaces groups and parameters, so a second optimizer borrows them only for the step.
             adamw = torch.optim.AdamW([torch.empty(0)])
-            adamw.param_groups, adamw.state = groups["adamw"], self.state
+            adamw.param_groups, adamw.state = others, self.state
             adamw.step()
         return loss
 

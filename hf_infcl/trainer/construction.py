@@ -65,7 +65,16 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
     _check_dimensions(dual_encoder, args)
     if accelerator.is_fsdp2:
         prepare_for_fsdp(dual_encoder)
-    _check_wrapped(model, args, accelerator)
+        if args.optimizer == "muon" and isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
+            raise ValueError(
+                "optimizer='muon' would orthogonalise the parameters that FSDP offloads on the CPU, which takes "
+                "minutes per step. Turn FSDP's offloading of parameters off, or leave optimizer out."
+            )
+        if saves_shards(accelerator) and (names := list(beside_adapters(model))):
+            raise ValueError(
+                "With the state_dict_type SHARDED_STATE_DICT, accelerate saves the adapters of peft only, but these "
+                f"parameters train as well: {', '.join(names)}. Set state_dict_type to FULL_STATE_DICT."
+            )
     scale, *bias = dual_encoder.temperature_parameters
     if args.objective == "sigmoid" and not bias:
         raise ValueError(
@@ -120,21 +129,6 @@ def _check_dimensions(dual_encoder: DualEncoder, args: InfCLTrainingArguments) -
         )
     if args.matryoshka_dims and hasattr(dual_encoder.base, "config"):
         dual_encoder.base.config.matryoshka_dims = list(args.matryoshka_dims)
-
-
-def _check_wrapped(model: nn.Module, args: InfCLTrainingArguments, accelerator: Accelerator) -> None:
-    """Raises a ValueError for options that do not work with the wrapper, and if checkpoints would lack parameters."""
-    fsdp = accelerator.is_fsdp2
-    if args.optimizer == "muon" and fsdp and isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
-        raise ValueError(
-            "optimizer='muon' would orthogonalise the parameters that FSDP offloads on the CPU, which takes "
-            "minutes per step. Turn FSDP's offloading of parameters off, or leave optimizer out."
-        )
-    if saves_shards(accelerator) and (names := list(beside_adapters(model))):
-        raise ValueError(
-            "With the state_dict_type SHARDED_STATE_DICT, accelerate saves the adapters of peft only, but these "
-            f"parameters train as well: {', '.join(names)}. Set state_dict_type to FULL_STATE_DICT."
-        )
 
 
 # ---- The other arguments ----

@@ -148,8 +148,7 @@ def go_on_with_losses(trainer: Any) -> None:
 
 def saves_shards(accelerator: Accelerator) -> bool:
     """Whether FSDP2 writes checkpoints in shards, without weights that ``from_pretrained`` could load."""
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    return plugin is not None and "SHARDED" in str(plugin.state_dict_type)
+    return accelerator.is_fsdp2 and "SHARDED" in str(accelerator.state.fsdp_plugin.state_dict_type)
 
 
 # ---- The model that a training starts from, and the one that it leaves ----
