@@ -205,8 +205,7 @@ def names_by_label(names: Sequence[str], known: Sequence[str]) -> list[str]:
     order = list(range(len(known)))
     if all(map(NUMBER.fullmatch, known)) and list(known) == sorted(known):
         order.sort(key=lambda label: int(known[label].lstrip(string.ascii_letters)))
-    named = dict(zip(order, names, strict=True))
-    return [named[label] for label in range(len(known))]
+    return [name for _, name in sorted(zip(order, names, strict=True))]
 
 
 def _is_list(value: object) -> bool:

@@ -95,8 +95,8 @@ class LaneSource:
     shards: Sequence[Shard]
     pieces: Sequence[Piece]
     order: SampleOrder
-    lane: int
-    source: int
+    lane: int  # its number
+    source: int  # its number
 
     def samples(self, cursor: dict[str, Any] | None) -> Iterator[tuple[int, int, str, Sample, dict[str, Any]]]:
         """(passes before it, shard, key, raw sample, cursor after it) of each sample after a cursor, without end.
@@ -116,7 +116,8 @@ class LaneSource:
         while True:
             dealt = len(range(self.lane, len(self.pieces), self.order.lanes))
             if len(buffer) == size:
-                following = {"pass": at["pass"], "buffer": at["buffer"] + 1, **buffer[-1][-1], "taken": 0}
+                *_, begin = buffer[-1]  # the next buffer begins after the last sample that was read
+                following = {"pass": at["pass"], "buffer": at["buffer"] + 1, **begin, "taken": 0}
                 opened = at["pass"] * dealt + following["next"]
             else:  # the pass ends with this buffer
                 empty_passes = 0 if buffer or at["buffer"] else empty_passes + 1

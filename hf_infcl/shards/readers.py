@@ -317,6 +317,7 @@ def _rows(file: pyarrow.parquet.ParquetFile, url: str, group: int, columns: list
 # ---- Formats ----
 
 Reader = TarReader | ParquetReader
+READERS: dict[str, type[Reader]] = {".tar": TarReader, ".parquet": ParquetReader}
 
 
 def reader_of(urls: Sequence[str]) -> type[Reader]:
@@ -325,4 +326,4 @@ def reader_of(urls: Sequence[str]) -> type[Reader]:
     if len(formats) > 1:
         one, other, *_ = formats.values()
         raise ValueError(f"{one!r} and {other!r} have different formats. Name tar and parquet files as two sources.")
-    return TarReader if ".tar" in formats else ParquetReader
+    return READERS[next(iter(formats))]
