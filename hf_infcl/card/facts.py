@@ -212,8 +212,8 @@ def training_facts(
     name = Path(repository or args.output_dir or ".").resolve().name
     on_hub = "/" in repository  # the Hub adds the user's name when it creates a repository
     start_name, start_on_hub = source_name(start)
-    ended = any(_END in entry for entry in state.log_history)
-    best = args.load_best_model_at_end and state.best_model_checkpoint is not None and ended  # Trainer has loaded it
+    has_best = args.load_best_model_at_end and state.best_model_checkpoint is not None
+    best = has_best and any(_END in entry for entry in state.log_history)  # Trainer has loaded it
     drawn, negatives = drawn_texts(trainer.train_dataset)
     takes_all = drawn == 1 and negatives is None and _last(state, "texts_per_image", 1) > 1  # that an item has
     return TrainingFacts(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .metrics import CHANGE, HIGH, LOW, Found, Hits, LabelScores, count_hits, measured, score_if_measured
+from .metrics import CHANGE, HIGH, LOW, Found, Hits, count_hits, measured, score_if_measured
 
 RESAMPLES = 1000
 PERCENTILES = 2.5, 97.5
@@ -90,19 +90,16 @@ def differences(first: Found, second: Found) -> dict[str, Difference]:
     Raises:
         ValueError: the results are of other images.
     """
-    if isinstance(first, LabelScores):
-        others = measured(second)
-        return {name: Difference(value, others[name]) for name, value in measured(first).items()}
     ours, theirs = count_hits(first), count_hits(second)
     sizes = [sorted({len(one.right) for one in hits.values()}) for hits in (ours, theirs)]
     if sizes[0] != sizes[1]:
         raise ValueError(f"Only results on the same images can be compared, got {sizes[0]} and {sizes[1]}.")
-    values = resampled([*ours.values(), *theirs.values()])
-    changes = values[len(ours) :] - values[: len(ours)]
-    return {
-        name: Difference(one.share(), theirs[name].share(), *interval(change))
-        for (name, one), change in zip(ours.items(), changes, strict=True)
-    }
+    others, intervals = measured(second), dict[str, tuple[float, float]]()
+    if ours:
+        values = resampled([*ours.values(), *theirs.values()])
+        changes = values[len(ours) :] - values[: len(ours)]
+        intervals = dict(zip(ours, map(interval, changes), strict=True))
+    return {name: Difference(value, others[name], *intervals.get(name, ())) for name, value in measured(first).items()}
 
 
 class ScoreChanges:
@@ -141,7 +138,8 @@ class ScoreChanges:
         if found is None or not (hits := count_hits(found)):
             return {}
         values: dict[str, Any] = dict(zip(hits, resampled([*hits.values()]), strict=True))
-        score = [round(float(value), 6) for value in score_if_measured(values)]  # short in checkpoints
+        resampled_score: Any = score_if_measured(values)
+        score = [round(float(value), 6) for value in resampled_score]  # short in checkpoints
         if self._at_start:
             self._before[prefix] = {"values": score, "set": self._set}
         elif prefix in self._before:

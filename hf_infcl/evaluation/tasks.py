@@ -161,10 +161,9 @@ def caption_ids(input_ids: Tensor, attention_mask: Tensor | None = None) -> Tens
     Returns:
         [n] int64, on the device of ``input_ids``; the same in every process.
     """
-    tokens = input_ids.cpu().numpy()
-    kept = None if attention_mask is None else attention_mask.cpu().numpy().astype(bool)
-    rows = tokens if kept is None else [row[mask] for row, mask in zip(tokens, kept, strict=True)]
-    digests = [hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in rows]
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    rows = zip(input_ids.cpu().numpy(), mask.cpu().numpy().astype(bool), strict=True)
+    digests = [hashlib.blake2b(row[kept].tobytes(), digest_size=8).digest() for row, kept in rows]
     ids = [int.from_bytes(digest, "big", signed=True) for digest in digests]
     return torch.tensor(ids, dtype=torch.int64, device=input_ids.device)
 
@@ -420,10 +419,9 @@ def recall_ceilings(caption_ids: Tensor, text_image: Tensor, num_images: int, ks
     text_places.scatter_reduce_(0, text_image, _places_within_groups(caption_ids), "amin")
     ceilings = {}
     for k in ks:
-        hits = int(image_counts[image_places < k].sum())
-        ceilings[f"image_retrieval_recall@{k}{CEILING}"] = hits / len(caption_ids)
-        within = text_places < min(k, len(caption_ids))
-        ceilings[f"text_retrieval_recall@{k}{CEILING}"] = int(within.sum()) / num_images
+        of_images, of_texts = image_counts[image_places < k].sum(), (text_places < min(k, len(caption_ids))).sum()
+        ceilings[f"image_retrieval_recall@{k}{CEILING}"] = int(of_images) / len(caption_ids)
+        ceilings[f"text_retrieval_recall@{k}{CEILING}"] = int(of_texts) / num_images
     return ceilings
 
 

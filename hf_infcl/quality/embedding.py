@@ -296,11 +296,10 @@ class CachedItems(Dataset[dict[str, Any]]):
             item = self.dataset[row]
         else:
             item = {"image_features": _read(self._features, [key])[0]} | self.dataset.without_image(row)
-        if self._start is None:
-            return item
-        captions = [of_caption(key, caption) for caption in item["caption"]]
-        both = _read(self._start["images"], [key]), _read(self._start["texts"], captions)
-        return {**item, "at_start": torch.cat(both)}
+        if self._start is not None:
+            captions = [of_caption(key, caption) for caption in item["caption"]]
+            item["at_start"] = torch.cat([_read(self._start["images"], [key]), _read(self._start["texts"], captions)])
+        return item
 
 
 def _read(store: Store, keys: Sequence[str]) -> Tensor:

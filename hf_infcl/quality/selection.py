@@ -96,8 +96,8 @@ class WithoutNoisyPairs(PairSelection):
         self._look: tuple[float, float, bool] = 0.0, math.inf, False  # visits, share below 0, and whether that stays
         self._rows, self._epoch, self._skipped_rows = rows, -1, NO_ROWS
         self._missing = 0.0  # the share of the rows that this epoch skips because they are left out
-        self._trained = torch.empty(0, dtype=torch.int32)  # the last epoch in which each row was
-        self._takes_turns = False  # whether the epochs of this training pass rows over
+        # The last epoch in which each row was; empty unless epochs pass rows over.
+        self._trained = torch.empty(0, dtype=torch.int32)
         self._counts = 0.0, 0.0  # the pairs left out, and all new ones
         self._logged = 0.0, 0.0  # the same at the last log
 
@@ -140,7 +140,7 @@ class WithoutNoisyPairs(PairSelection):
         for none_stays, row, averages in zip((left | (keys == NO_KEY)).all(1), left, average, strict=True):
             if none_stays and bool(row.any()):
                 row[averages.masked_fill(~row, -torch.inf).argmax()] = False
-        if self._takes_turns:
+        if len(self._trained):
             self._trained[keys[~left & (keys != NO_KEY)]] = self._epoch
         return ~left
 
@@ -157,14 +157,13 @@ class WithoutNoisyPairs(PairSelection):
 
     def _weights(self, keys: Tensor) -> Tensor | None:
         """The least weights of these visits for `PairAverages.visit`; None for its own."""
-        if self.border is None or not self._takes_turns:
+        if self.border is None or not len(self._trained):
             return None
         rows = keys.clamp(min=0)
         counts = (self._epoch - self._trained[rows] > 1) | (self.averages.visits[rows] < LEAST_VISITS)
         return torch.tensor(RESTED, dtype=torch.float64)[:, None] * counts
 
     def skipped_rows(self, epoch: int) -> Tensor:
-        self._takes_turns = True
         if not len(self._trained):
             self._trained = torch.full((self._rows,), epoch, dtype=torch.int32)
         if epoch > self._epoch:  # otherwise the epoch goes on, with the same rows
