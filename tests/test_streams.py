@@ -269,6 +269,9 @@ def test_batches_are_consumed_in_their_order(make):
     batches.consume(first[1])
     batches.consume(second[1])
     assert batches.counts() == {"samples": 4, "skipped": 0, "shards": batches.counts()["shards"]}
+    whole = make(lanes=1).batches(390)
+    whole.consume(next(iter(whole))[1])
+    assert whole.counts() == {"samples": 390, "skipped": 0, "shards": 13}, "one pass"
 
 
 # ---- Fewer shards than readers ----
