@@ -181,12 +181,20 @@ class Evaluator:
 
         Args:
             loop: Trainer's loop over a loader, with `gather_rows` as its function to gather.
+
+        Raises:
+            ValueError: on every process, if the set has another length on one of them; the set is empty.
         """
-        dataset = dataloader.dataset
+        dataset: Any = dataloader.dataset
         self._type_of_set, self._prefix = type(dataset).__name__, prefix
         if self._args.process_index == 0:
             self._notices.look(f"evaluation set of {prefix}_*", all_parts(dataset), self._context.collator)
-        check_same_size(dataset, prefix)
+        sizes = [int(size) for (size,) in Processes().agree([len(dataset)])] if has_length(dataset) else []
+        if len(set(sizes)) > 1:
+            raise ValueError(
+                f"The evaluation set of {prefix}_* has {sizes} rows on the ranks (in the order of the ranks). Give "
+                "every machine the same data; a copy may be out of date."
+            )
         with random_state_kept(self._args.device), fsdp_tower_methods(self._encoder), _texts_kept(dataloader):
             batches = AnnouncingDataLoader(dataloader, self._take_apart)
             if isinstance(dataset, ZeroShotDataset):
@@ -364,15 +372,3 @@ def _texts_kept(dataloader: DataLoader) -> AbstractContextManager[None]:
     if not isinstance(loader, DataLoader):
         return nullcontext()
     return replaced(loader, collate_fn=tasks.WithTextsOnHost(loader.collate_fn))
-
-
-def check_same_size(dataset: object, prefix: str) -> None:
-    """Raises a ValueError on every process if an evaluation set has another length on one of them; collective."""
-    if not has_length(dataset):
-        return
-    sizes = [int(size) for (size,) in Processes().agree([len(dataset)])]
-    if len(set(sizes)) > 1:
-        raise ValueError(
-            f"The evaluation set of {prefix}_* has {sizes} rows on the ranks (in the order of the ranks). Give every "
-            "machine the same data; a copy may be out of date."
-        )
