@@ -236,15 +236,12 @@ class WindowStep:
         The sum of three processes or more depends on the place of a gradient in its bucket, so that the first step
         would not equal that of an uninterrupted training. The gradients of this backward are dropped.
         """
-        self._forwards, device = 0, self.context.args.device
-        with undone(self.wrapper, device), self.wrapper.gradient_sync(True):
-            micro_batch = MicroBatch(dict(window.batches[-1]))
-            passes = CachedWindow(lambda one: self._encode(model, one, None), [micro_batch], device=device, alike=True)
-            passes.encode()
-            parameters = self.context.encoder.temperature_parameters
-            passes.differentiate(_sum, lambda: parameters)
-            if (surrogate := passes.surrogate(0)) is not None:
-                self.context.accelerator.backward(surrogate)
+        self._forwards, parameters = 0, self.context.encoder.temperature_parameters
+        with undone(self.wrapper, self.context.args.device), self.wrapper.gradient_sync(True):
+            features = self._encode(model, MicroBatch(dict(window.batches[-1])), None)
+            total = torch.stack([one.float().sum() for one in (*features, *parameters)]).sum()
+            if total.requires_grad:
+                self.context.accelerator.backward(total)
         self.wrapper.begin_window()
 
     def _now(self) -> Any:
@@ -409,10 +406,6 @@ class WindowStep:
         """Leaves the model as it was before the training, but for its weights."""
         for extension in self.extensions:
             extension.close()
-
-
-def _sum(features: Features, parameters: tuple[Tensor, ...]) -> Tensor:
-    return torch.stack([one.float().sum() for one in (*features, *parameters)]).sum()
 
 
 def _make_extensions(context: Context) -> Iterator[Extension]:

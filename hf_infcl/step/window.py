@@ -79,7 +79,8 @@ def deal_texts(
         longest = int(lengths[rows[0]]) if len(part) or not sorts else MULTIPLE
         width = min(-(-longest // MULTIPLE) * MULTIPLE, widest)
         for name, values in texts.items():
-            batch[name] = values[rows.to(values.device), :width] if name in fills else values[part.to(values.device)]
+            places = on_device(rows if name in fills else part, values.device)
+            batch[name] = values[places, :width] if name in fills else values[places]
     return order.argsort()
 
 
