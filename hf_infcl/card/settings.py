@@ -40,9 +40,7 @@ def code(text: str) -> str:
     """The text in code style, enclosed in more backticks than it contains in a row, as CommonMark requires."""
     text = one_line(text)
     text = text if len(text) <= _LONGEST else text[:_LONGEST] + "…"
-    fence = "`"
-    while fence in text:
-        fence += "`"
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     space = " " if "`" in text else ""
     return f"{fence}{space}{text}{space}{fence}"
 
@@ -123,9 +121,8 @@ def highest_rates(trainer: InfCLTrainer) -> dict[str, float]:
 def precision(trainer: InfCLTrainer) -> str:
     """The precision in which the trainer's forwards compute."""
     mixed = trainer.accelerator.mixed_precision
-    if mixed == "fp16" and trainer.args.device.type == "cpu":
-        mixed = "no"  # on CPUs accelerate then computes in the precision of the weights
-    if mixed != "no":
+    # On CPUs with fp16, accelerate computes in the precision of the weights.
+    if mixed != "no" and not (mixed == "fp16" and trainer.args.device.type == "cpu"):
         return f"{mixed} autocast"
     model: Any = trainer.model
     kinds = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()}

@@ -19,8 +19,6 @@ import torch
 from .metrics import CHANGE, HIGH, LOW, Found, Hits, count_hits, measured, score_if_measured
 
 RESAMPLES = 1000
-PERCENTILES = 2.5, 97.5
-_SEED = 0
 WEIGHTS_NUMEL = 2**21  # weights held at a time (16 MiB); one resample is held even if it is larger
 
 
@@ -41,7 +39,7 @@ def resampled(hits: Sequence[Hits]) -> np.ndarray:
         values = column.numpy().astype(np.int64)
         kind = np.unique(kind * (values.max() + 1) + values, return_inverse=True)[1].reshape(-1)
     examples = np.unique(kind, return_index=True)[1]
-    random = np.random.default_rng(_SEED)
+    random = np.random.default_rng(0)
     rows, kinds = max(1, WEIGHTS_NUMEL // size), len(examples)
     blocks = []
     for start in range(0, RESAMPLES, rows):
@@ -56,7 +54,7 @@ def resampled(hits: Sequence[Hits]) -> np.ndarray:
 
 def interval(values: np.ndarray) -> tuple[float, float]:
     """The 95% interval of a metric, or of a difference, from its values [RESAMPLES] on resamples."""
-    low, high = np.percentile(values, PERCENTILES)
+    low, high = np.percentile(values, (2.5, 97.5))
     return float(low), float(high)
 
 

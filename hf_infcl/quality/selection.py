@@ -115,14 +115,11 @@ class WithoutNoisyPairs(PairSelection):
     ) -> Tensor | None:
         processes, (images, texts) = Processes(), features
         score = pair_scores(images, texts, window.caption_image(), window.pair_ids())
-        keys, old = window.pair_keys(), window.replayed()
-        if old is not None:
-            keys = keys.masked_fill(old.to(keys.device), NO_KEY)
-        everyone = processes.gather_all(keys.to(score.device), score.double())
-        keys, score = (numbers.cpu() for numbers in everyone)  # [processes, images of each]
-        stays = self._stays(keys, score)
-        new = torch.ones_like(keys, dtype=torch.bool) if old is None else processes.gather(~old.to(images.device)).cpu()
-        pairs = int(new.sum())
+        keys, old = window.pair_keys().to(score.device), window.replayed()
+        is_new = torch.ones_like(keys) if old is None else (~old.to(score.device)).long()
+        everyone = processes.gather_all(keys.masked_fill(is_new == 0, NO_KEY), score.double(), is_new)
+        keys, score, is_new = (numbers.cpu() for numbers in everyone)  # [processes, images of each]
+        stays, pairs = self._stays(keys, score), int(is_new.sum())
         left = self._missing * pairs + (1 - self._missing) * int((~stays).sum())  # of a window of all rows
         self._counts = self._counts[0] + left, self._counts[1] + pairs
         return None if bool(stays.all()) else stays[processes.rank]
