@@ -287,6 +287,9 @@ def test_a_checkpoint_of_the_training_offline_needs_a_local_tokenizer(needed, tm
     line = mistake(capsys, "convert", tmp_path / "epoch_2.pt", tmp_path / "ours", *named)
     assert needed in line
     assert line.endswith("Without the Hub, name a local tokenizer: --tokenizer FOLDER.")
+    named += ["--tokenizer", tmp_path / "no"]
+    line = mistake(capsys, "convert", tmp_path / "epoch_2.pt", tmp_path / "ours", *named)
+    assert line.endswith("no' to load a tokenizer from."), "the advice would be to do what was done"
 
 
 def test_sources_that_hold_no_model_are_told_as_what_they_are(tmp_path, monkeypatch):

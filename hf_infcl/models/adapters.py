@@ -137,9 +137,8 @@ def with_adapters(model: nn.Module, rank: int, targets: list[str], seed: int) ->
         import peft
     except ImportError:
         raise ValueError("--lora_rank needs the package peft: pip install peft.") from None
-    config = peft.LoraConfig(
-        r=rank, lora_alpha=2 * rank, target_modules=targets[0] if targets == ["all-linear"] else targets
-    )
+    modules = "all-linear" if targets == ["all-linear"] else targets
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=modules)
     with torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(seed)
         try:

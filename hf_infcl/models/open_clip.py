@@ -207,7 +207,9 @@ def _processor(config: Any, stated: dict[str, Any], folder: Path | None, tokeniz
 def _tokenizer(text: dict[str, Any], folder: Path | None, named: str | None) -> Any:
     """The tokenizer of this name, or the one beside the weights, or the one that the config names, or CLIP's."""
     is_beside = folder and any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
-    name = named or (str(folder) if is_beside else text.get("hf_tokenizer_name"))
+    if named or is_beside:
+        return named_tokenizer(named or str(folder))
+    name = text.get("hf_tokenizer_name")
     try:
         return named_tokenizer(name) if name else clip_tokenizer()
     except ValueError as error:

@@ -430,9 +430,8 @@ def _check_complete(checkpoint: str, model: nn.Module, lacking: Mapping[str, str
         return
     kind, saved_as = type(model).__name__, getattr(model.config, "architectures", None) or []
     unexpected = sorted(report["unexpected_keys"])
-    words = (
-        f"{checkpoint!r} lacks weights of a {kind}: {listed([name + how for name, how in lacking.items()], _SHOWN)}."
-    )
+    shown = listed([name + how for name, how in lacking.items()], _SHOWN)
+    words = f"{checkpoint!r} lacks weights of a {kind}: {shown}."
     if saved_as and kind not in saved_as:
         words += f" It was saved as a {' and '.join(saved_as)}."
     first = next(iter(lacking))
