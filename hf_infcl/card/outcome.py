@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..evaluation.intervals import Difference
-from ..evaluation.metrics import CHANGE, HIGH, LOW, SCORES, score_if_measured
+from ..evaluation.metrics import CHANGE, HIGH, LOW, SCORES, parts_of_score, score_if_measured
 from ..files.text import aligned, counted
 from ..optim.groups import NAMES
 from ..options.arguments import InfCLTrainingArguments
@@ -65,8 +65,8 @@ def explained(set_changes: Sequence[Change]) -> str:
 
 def words_of_scores(measured: Sequence[Mapping[str, float]]) -> str:
     """A sentence that says which metrics the scores of these sets are."""
-    kinds = {kind for kind, names in SCORES.items() if any(all(name in each for name in names) for each in measured)}
-    return f"The score is {joined([words for kind, words in _SCORE_OF.items() if kind in kinds])}."
+    scored = {*map(parts_of_score, measured)}
+    return f"The score is {joined([words for kind, words in _SCORE_OF.items() if SCORES[kind] in scored])}."
 
 
 def lines_of_changes(facts: TrainingFacts) -> Iterator[str]:

@@ -10,7 +10,7 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState, TrainingArguments
 
 from ..evaluation.intervals import Difference
-from ..evaluation.metrics import CHANGE, HIGH, LOW, METRICS, SCORES, score_if_measured
+from ..evaluation.metrics import CHANGE, HIGH, LOW, METRICS, SCORES, parts_of_score, score_if_measured
 from ..files.text import aligned
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def make_rows(
             {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
             for values in (metrics, before or {})
         )
-        scored = next((parts for parts in SCORES.values() if {*parts} <= now.keys()), ())
+        scored = parts_of_score(now)
         shown = {"loss", MEAN, also.removeprefix(f"{name}_"), *(() if brief and len(scored) > 1 else scored)}
         if len(scored) > 1:
             now[MEAN], old[MEAN] = score_if_measured(now), score_if_measured(old)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -182,11 +182,13 @@ def score(metrics: Mapping[str, float], prefix: str = "") -> float:
 
 def score_if_measured(metrics: Mapping[str, float], prefix: str = "", end: str = "") -> float | None:
     """The `score`, or with ``end`` the mean of these bounds of its parts; None if they were not measured."""
-    for names in SCORES.values():
-        keys = [prefix + name + end for name in names]
-        if all(key in metrics for key in keys):
-            return sum(metrics[key] for key in keys) / len(keys)
-    return None
+    values = [metrics[prefix + name + end] for name in parts_of_score(metrics, prefix, end)]
+    return sum(values) / len(values) if values else None
+
+
+def parts_of_score(names: Container[str], prefix: str = "", end: str = "") -> tuple[str, ...]:
+    """The metrics whose mean is the score of a set for which these names were measured; none without a score."""
+    return next((parts for parts in SCORES.values() if all(prefix + one + end in names for one in parts)), ())
 
 
 def metrics_of_kind(kind: str, num_classes: int | None = None) -> dict[str, Metric]:
