@@ -1,6 +1,8 @@
 """Options are declared once: what is said of one in its field is what checks, helps, resumes and cards do."""
 
+import re
 from dataclasses import fields, make_dataclass
+from types import SimpleNamespace
 
 import pytest
 import transformers
@@ -11,6 +13,7 @@ from hf_infcl import InfCLTrainingArguments
 from hf_infcl.cli import commands
 from hf_infcl.cli.parser import Parser
 from hf_infcl.options import facts as theirs
+from hf_infcl.options.combinations import REFUSALS, check_command
 from hf_infcl.options.contrastive import ContrastiveOptions
 from hf_infcl.options.declaring import FINITE, FROM_1, Facts, declared_facts, described, option, refuse
 from hf_infcl.options.facts import check_values, facts_by_name, facts_of_theirs, values_of_card
@@ -126,3 +129,18 @@ def test_an_option_of_transformers_that_is_not_known_decides():
     assert not facts_of_theirs("save_something_new").decides
     known = make_dataclass("Known", ["learning_rate"])
     assert facts_by_name(known)["learning_rate"].within == FINITE
+
+
+@pytest.mark.parametrize("command", ["average", "embed", "score"])
+def test_commands_that_take_the_whole_model_refuse_fsdp(command):
+    with pytest.raises(ValueError, match=r"^fsdp=True is not supported: .* whole"):
+        check_command(command, SimpleNamespace(fsdp=True))
+
+
+def test_what_a_command_refuses_are_options_of_it():
+    """An unknown name would never hold, and refuse nothing."""
+    of_others = {"unsupported_of_accelerate", "arguments", "overrides"}
+    for kind in REFUSALS.keys() - of_others:
+        command = kind.removeprefix("of_") if kind.startswith("of_") else "train"
+        named = {re.split("!=|=|>", condition)[0] for row in REFUSALS[kind] for condition in row.split()}
+        assert named <= commands.PARSERS[command]()._kinds.keys(), kind
