@@ -720,6 +720,7 @@ PAIRS = captioned(["a", "b"], id=[1, 2], score=[0.5, 0.5], tags=[[1], [2]])
             "negative_caption_column 'id' must hold strings or lists of strings",
         ),
         (PAIRS.select([]), {}, "no rows"),
+        (Dataset.from_dict({"image": [], "caption": []}), {}, "no rows"),
         (PAIRS.with_transform(lambda batch: batch), {}, "has a transform"),
         (DatasetDict(train=PAIRS, test=PAIRS), {}, r"is a DatasetDict\. Pass one of its splits: \['train', 'test'\]"),
         (PAIRS.to_iterable_dataset(), {}, "got IterableDataset. Pass a dataset of your own to InfCLTrainer"),

@@ -16,6 +16,7 @@ import types
 from collections import Counter
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 from helpers.servers import serving
 from helpers.shards import number_of, pair, png, write_parquet, write_tar, write_tars
@@ -412,6 +413,15 @@ def test_captions_in_text_files_and_images_by_name(tmp_path):
     assert (number_of(item), item["caption"]) == (1, ["says é"])
     (item,) = one_pass(ImageTextStream(str(tmp_path), image_column="right.png", caption_column="alt"))
     assert (number_of(item), item["caption"]) == (2, ["other"])
+
+
+def test_parquet_whose_metadata_datasets_cannot_read(tmp_path):
+    """They may name features of its later versions."""
+    path = write_parquet(tmp_path / "0.parquet", [1])
+    plain = pyarrow.parquet.read_table(path)
+    for metadata in ('{"info": {"features": {"image": {"_type": "Hologram"}}}}', '{"info": null}', "{"):
+        pyarrow.parquet.write_table(plain.replace_schema_metadata({"huggingface": metadata}), path)
+        assert numbers(one_pass(ImageTextStream(str(path)))) == [1]
 
 
 def test_parquet_of_plain_bytes_and_of_paths(tmp_path):

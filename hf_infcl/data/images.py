@@ -80,6 +80,8 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         if not isinstance(dataset, datasets.Dataset):
             kind = type(dataset).__name__
             raise ValueError(f"It must be a datasets.Dataset, got {kind}. Pass a dataset of your own to InfCLTrainer.")
+        if len(dataset) == 0:
+            raise ValueError("The dataset has no rows.")  # before its columns, which have no types then
         options: dict[str, Any] = {"image_column": image_column, **other_columns}
         self.columns = {option: column for option, column in options.items() if column}  # by the options
         for option, column in self.columns.items():
@@ -96,8 +98,6 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 )
             if option != "pair_id_column" or column not in (image_column, options["caption_column"]):
                 check_column("The dataset", option, column, dataset.features, hint)
-        if len(dataset) == 0:
-            raise ValueError("The dataset has no rows.")
         if dataset.format["type"] == "custom":
             raise ValueError(
                 "The dataset has a transform, which would see undecoded images. Call reset_format() and transform the "

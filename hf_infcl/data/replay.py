@@ -269,11 +269,11 @@ def _check_fills(name: str, rows: int, of_batch: int, batch: int) -> None:
     """Raises a ValueError if a pass over a set has fewer rows than a global batch takes from it."""
     if rows < of_batch:
         fits = 1 << max(0, (rows // 4).bit_length() - 1)  # with four steps in a pass, or more
-        share = "one" if of_batch == batch else f"its {of_batch:,} of each"
+        share, more = ("one", "") if of_batch == batch else (f"its {of_batch:,} of each", ", or change replay_share")
         raise ValueError(
             f"The {name} set has {counted(rows, 'pair')}, fewer than {share} global batch of {batch:,} pairs "
             "(global_batch_size, or per_device_train_batch_size × gradient_accumulation_steps × processes). Lower it, "
-            f"such as to {fits}, raise a stream's samples_per_epoch, or change replay_share."
+            f"such as to {fits}, or raise a stream's samples_per_epoch{more}."
         )
 
 

@@ -186,7 +186,7 @@ class TarReader:
                 places[column] = False, "txt"
             else:
                 return f"No {what} was found for {option} {column!r}."
-        self.has_lists = isinstance(fields.get(columns.caption or ""), list)
+        self.has_lists = columns.caption is not None and isinstance(fields.get(columns.caption), list)
         self._columns, self._image_column = places, image
         extensions = frozenset("json" if in_json else extension for in_json, extension in places.values())
         self._extensions = extensions | IMAGE_EXTENSIONS if self._any_image else extensions
@@ -267,9 +267,10 @@ class ParquetReader:
         with _parquet_file(urls[0]) as file:
             schema = file.schema_arrow
         features: dict[str, Any] = dict(zip(schema.names, schema.types, strict=True))
-        for field in schema:
-            with suppress(ValueError):  # `datasets` knows no map, and no column needs one
-                features |= datasets.Features.from_arrow_schema(pyarrow.schema([field], schema.metadata))
+        # `datasets` knows neither maps nor all that the metadata of its later versions name, and no column needs them.
+        for field, metadata in itertools.product(schema, (None, schema.metadata)):
+            with suppress(Exception):  # metadata may hold anything
+                features |= datasets.Features.from_arrow_schema(pyarrow.schema([field], metadata))
         return features
 
     def samples(self, url: str, position: int = 0, stop: int | None = None) -> Iterator[tuple[int, str, Sample]]:
