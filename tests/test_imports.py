@@ -212,9 +212,9 @@ def test_no_import_comes_back_to_itself():
 
 # Lines of code, without comments and docstrings, that a package has at most.
 BUDGETS = {
-    **{"files": 175, "processes": 558, "kernels": 1671, "evaluation": 471, "refusals": 40},
+    **{"files": 175, "processes": 558, "kernels": 1671, "evaluation": 468, "refusals": 40},
     **{"loss": 1185, "shards": 932, "models": 2027, "optim": 349, "options": 717, "data": 2501, "step": 2038},
-    **{"quality": 987, "trainer": 2222, "card": 910, "cli": 2319},
+    **{"quality": 986, "trainer": 2222, "card": 910, "cli": 2319},
 }
 
 

@@ -168,25 +168,20 @@ def caption_ids(input_ids: Tensor, attention_mask: Tensor | None = None) -> Tens
     return torch.tensor(ids, dtype=torch.int64, device=input_ids.device)
 
 
-class WithTextsOnHost:
-    """A data collator whose batches of pairs keep a copy of their tokens and ids in host memory; see `taken_apart`.
+def with_texts_on_host(collate: Callable[[list[Any]], Any], items: list[Any]) -> Any:
+    """What a data collator returns; a batch of pairs keeps a copy of its tokens and ids in host memory.
 
-    What is read there does not wait for the forwards that the device has queued before.
+    What is read there, see `taken_apart`, does not wait for the forwards that the device has queued before.
     """
-
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, items: list[Any]) -> Any:
-        batch = self._collate(items)
-        if not isinstance(batch, Mapping) or "input_ids" not in batch:
-            return batch
-        small = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.ndim < 3}
-        return {**batch, _ON_HOST: SimpleNamespace(tensors=small)}  # what is in an object is not moved to the device
+    batch = collate(items)
+    if not isinstance(batch, Mapping) or "input_ids" not in batch:
+        return batch
+    small = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.ndim < 3}
+    return {**batch, _ON_HOST: SimpleNamespace(tensors=small)}  # what is in an object is not moved to the device
 
 
 def taken_apart(batch: Any) -> tuple[Any, Any]:
-    """The batch of a `WithTextsOnHost` as its collator has returned it, and its small tensors in host memory.
+    """The batch of `with_texts_on_host` as its collator has returned it, and its small tensors in host memory.
 
     Both are the batch itself if another collator has made it.
     """

@@ -87,16 +87,15 @@ def probability_wrong(score: np.ndarray) -> np.ndarray:
     of all probabilities was 11, 19 and 39% of the pairs. A model that has learned wrong pairs by heart no longer gives
     them low scores, and finds none.
     """
-    ordered = np.sort(score)
+    order = np.argsort(score, kind="stable")
+    ordered = score[order]
 
     def near(values: np.ndarray) -> np.ndarray:
-        upper, lower = (np.searchsorted(ordered, values + step) for step in (_WIDTH, -_WIDTH))
-        return upper - lower
+        return np.searchsorted(ordered, values + _WIDTH) - np.searchsorted(ordered, values - _WIDTH)
 
-    share = np.where(score <= 0, 1.0, np.minimum(1.0, near(-score) / np.maximum(1, near(score))))
-    order = np.argsort(score, kind="stable")
+    share = np.where(ordered <= 0, 1.0, np.minimum(1.0, near(-ordered) / np.maximum(1, near(ordered))))
     probabilities = np.empty(len(score), np.float32)
-    probabilities[order] = np.maximum.accumulate(share[order][::-1])[::-1]
+    probabilities[order] = np.maximum.accumulate(share[::-1])[::-1]
     return probabilities
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,9 +123,8 @@ def metrics_of(dataset: object) -> list[str]:
     """The names of the metrics of a set, without the prefix ``eval_``; for a dictionary of sets with their names."""
     if isinstance(dataset, Mapping):
         return [f"{name}_{metric}" for name, one in dataset.items() for metric in metrics_of(one)]
-    if isinstance(dataset, ZeroShotDataset):
-        return list(metrics_of_kind(dataset.kind, len(dataset.class_names)))
-    return list(metrics_of_kind(getattr(dataset, "kind", "pairs")))
+    num_classes = len(dataset.class_names) if isinstance(dataset, ZeroShotDataset) else None
+    return list(metrics_of_kind(getattr(dataset, "kind", "pairs"), num_classes))
 
 
 def check_metric(wanted: str, names: Sequence[str], use: str) -> None:
@@ -367,8 +367,8 @@ def rows_to_keep(batch_size: int, rank: int) -> int:
 
 
 def _texts_kept(dataloader: DataLoader) -> AbstractContextManager[None]:
-    """The context in which a loader's collator is a `WithTextsOnHost`, if it is a loader of torch."""
+    """The context in which a loader's batches keep their texts on the host, if it is a loader of torch."""
     loader = getattr(dataloader, "base_dataloader", dataloader)
     if not isinstance(loader, DataLoader):
         return nullcontext()
-    return replaced(loader, collate_fn=tasks.WithTextsOnHost(loader.collate_fn))
+    return replaced(loader, collate_fn=partial(tasks.with_texts_on_host, loader.collate_fn))
