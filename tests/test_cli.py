@@ -1209,7 +1209,7 @@ TRAIN = "train --model DEMO/clip-init --dataset DEMO/digits"
         ),
         ("evaluate --model m --eval_dataset a --eval_split b", "the set: --eval_dataset 'NAME?split=VALUE'."),
         ("train --model m --dataset a --replay_share 0.5", "--replay_share has no effect without --replay_dataset"),
-        (f"{TRAIN} --per_device_train_batch_size 5000", "batch of 5,000 ("),
+        (f"{TRAIN} --per_device_train_batch_size 5000", "batch of 5,000 pairs ("),
         (f"{TRAIN} --push_to_hub --hub_model_id me/b?d", "'me/b?d'. Name another one with hub_model_id."),
     ],
 )
