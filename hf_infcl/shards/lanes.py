@@ -41,6 +41,7 @@ class Shard(NamedTuple):
 
     def borders(self, parts: int) -> list[tuple[int, int | None]]:
         """(start, stop) of ``parts`` pieces whose numbers of samples differ by at most one."""
+        # A sample begins where the one before it ends.
         starts = [0, *(end for end, _ in self.reader.ends(self.url))][:-1]
         if len(starts) < parts:
             raise ValueError(
@@ -110,14 +111,14 @@ class LaneSource:
             opened: number of pieces that had been opened in all passes when the buffer was full.
         """
         size, empty_passes = self.order.shuffle_buffer, 0
+        dealt = len(self.pieces[self.lane :: self.order.lanes])  # as many in each pass, in whichever order
         at = cursor or _begin_of_pass(0)
         samples = self._in_turns(at)
         buffer: list[Any] = list(itertools.islice(samples, size))
         while True:
-            dealt = len(range(self.lane, len(self.pieces), self.order.lanes))
             if len(buffer) == size:
-                *_, begin = buffer[-1]  # the next buffer begins after the last sample that was read
-                following = {"pass": at["pass"], "buffer": at["buffer"] + 1, **begin, "taken": 0}
+                *_, entries = buffer[-1]  # the next buffer begins after the last sample that was read
+                following = {"pass": at["pass"], "buffer": at["buffer"] + 1, **entries, "taken": 0}
                 opened = at["pass"] * dealt + following["next"]
             else:  # the pass ends with this buffer
                 empty_passes = 0 if buffer or at["buffer"] else empty_passes + 1
