@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from helpers.trainers import StopAt, trained, trainer_for
 from helpers.wrappers import needs_fsdp
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoModel
+from transformers import AutoModel, Trainer
 
 from hf_infcl import InfCLTrainer
 from hf_infcl.trainer.checkpoints import MANIFEST_NAME
@@ -151,7 +152,9 @@ def rank_resume(rank: int, world_size: int, folder: str, shards: str = "") -> li
         e.get("stream_samples") for e in resumed.state.log_history
     ]
     assert all(torch.equal(now, before) for now, before in zip(weights(resumed), expected, strict=True))
-    resumed.save_model(f"{folder}/last")
+    with mock.patch.object(Trainer, "_save", autospec=True, side_effect=Trainer._save) as written:
+        resumed.save_model(f"{folder}/last")
+    assert written.called == (rank == 0), "older releases write on every process that calls it"
     files = sorted(json.loads(Path(folder, "checkpoint-4", MANIFEST_NAME).read_text())["files"])
     shard = next(name for name in files if name.endswith("__1_0.distcp"))
     torch.distributed.barrier()

@@ -455,10 +455,8 @@ def checkpoint_of_hub_if_named(
             token, revision = args.hub_token, args.hub_revision
             # By its hash, because an older snapshot of the branch may lie in the cache.
             newest = HfApi().model_info(repository, revision=revision, token=token).sha
-            snapshot = snapshot_download(
-                repository, revision=newest, token=token, allow_patterns=f"{LAST_CHECKPOINT}/*"
-            )
-            folder = str(Path(snapshot, LAST_CHECKPOINT))
+            folder = snapshot_download(repository, revision=newest, token=token, allow_patterns=f"{LAST_CHECKPOINT}/*")
+            folder = str(Path(folder, LAST_CHECKPOINT))
             if not Path(folder).is_dir():
                 problem = f'{repository} has no {LAST_CHECKPOINT}, which hub_strategy="checkpoint" pushes.'
         except Exception as error:  # as above

@@ -410,7 +410,9 @@ class InfCLTrainer(Trainer):
         """Saves the model like Trainer, but also if FSDP2 writes its checkpoints in shards, which Trainer does not."""
         switch_weights(self.optimizer, "eval")
         if files.saves_shards(self.accelerator) and self.checkpoints.partial_dir is None:
-            self._save(output_dir, self.accelerator.get_state_dict(self.model))
+            state = self.accelerator.get_state_dict(self.model)
+            if self.args.should_save:  # older releases of transformers write on every process that calls it
+                self._save(output_dir, state)
         super().save_model(output_dir, _internal_call)
         if not _internal_call and output_dir is None:
             for callback in self.callback_handler.callbacks:
