@@ -466,6 +466,7 @@ class StreamBatches(MicroBatches):
             self._check_identity(checkpoint)
             self._consumed = checkpoint["consumed"]
             self._cursors = {int(lane): cursor for lane, cursor in checkpoint["lanes"].items()}
+        # A checkpoint has the pieces of split shards, which take long to find. Whole shards are dealt anew.
         split = checkpoint and checkpoint["pieces"]
         self._pieces = [[Piece(*piece) for piece in group] for group in split or map(self._dealt, stream.groups)]
 

@@ -255,8 +255,8 @@ def softmax_gradients(
         pivot_x: [m], the log-sum-exp of each image's logits over the whole batch or, with relative_x, the pivot of its
             statistics. pivot_y: [n], those of the texts.
         relative_x: [m], that log-sum-exp minus the pivot and minus the logarithm of the weight of the image's loss;
-            relative_y: [n] likewise. None means 0. They are not added to the pivots, because the sums are large and
-            would lose digits in rounding. A row without a loss of its own has an infinite pivot or relative.
+            relative_y: [n] likewise. None, for both, means 0. They are not added to the pivots, because the sums are
+            large and would lose digits in rounding. A row without a loss of its own has an infinite pivot or relative.
         share_x: [m], used if ``diagonal`` or ``equal_are_positive`` is given; share_y: [n], used if the latter is.
         grad_x: [m, D], an output; None if it is not needed. grad_y: [n, D] likewise.
         accumulate: add to the contents of grad_x and grad_y instead of replacing them.

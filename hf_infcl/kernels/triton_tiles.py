@@ -23,9 +23,9 @@ contain positives or equal ids, and those that extend beyond the block (`is_insi
 are sorted by id, few tiles can contain equal ids (`id_overlaps`). Each loss has one further reason for the slow launch,
 explained in its file. For small blocks and for fp32 features, the softmax loss has only the slow launch.
 
-fp32 features are given as sums of bfloat16 parts (`in_parts`). The parts of a row are concatenated in
-such an order that a single product along the row adds up the products of all pairs of parts. The pair of the largest
-parts comes last, in the last CAREFUL steps of BK elements. CAREFUL is 0 for features in half precision.
+fp32 features are given as sums of bfloat16 parts (`in_parts`). The parts of a row are concatenated in such an order
+that a single product along the row adds up the products of all pairs of parts. The pair of the largest parts comes
+last, in the last CAREFUL steps of BK elements. CAREFUL is 0 for features in half precision.
 """
 
 from __future__ import annotations
@@ -411,7 +411,10 @@ class Operands:
         }
 
     def launch(self, kernel: Any, bands: Bands, vectors: Sequence[Any], *more: int, **constants: Any) -> None:
-        """Launches a plain kernel of bands. ``vectors`` are its arguments between features and ids."""
+        """Launches a plain kernel of bands.
+
+        ``vectors`` are its arguments between the features and the ids, ``more`` those after the bands.
+        """
         kernel[(bands.number,)](
             *(*self.features, *vectors, self.ids_x, self.ids_y, *self.place, *bands, *more),
             **{"BM": self.tiling.tile, "BN": self.tiling.tile, "EQUAL": self.equal},

@@ -1,6 +1,7 @@
 """The exact contrastive loss of a batch that is spread over processes, as a differentiable function.
 
-`contrastive_loss` as an `nn.Module`, with the call of OpenCLIP's losses."""
+`ContrastiveLoss` is this function as an `nn.Module`, with the call of OpenCLIP's losses.
+"""
 
 from __future__ import annotations
 
@@ -215,14 +216,14 @@ class _Loss(torch.autograd.Function):
         *want_products, want_scale, want_bias = ctx.needs_input_grad[1:6]
         product_factor, grad_scale, grad_bias = (ctx.processes.sum(grad) * factors).unbind()
         return (
-            None,
+            None,  # of the task
             *(
                 _scaled(product, product_factor, ctx.dtype) if want else None
                 for product, want in zip(products, want_products, strict=True)
             ),
             grad_scale if want_scale else None,
             grad_bias if want_bias else None,
-            *(None, None),
+            *(None, None),  # of the ids
         )
 
 

@@ -115,9 +115,9 @@ class Ring:
 class RingReduction:
     """Combines the processes' parts for each block of a `Ring.rotate` loop while they travel along with the blocks.
 
-    In every step of the loop, or in every step except the first, each process calls `add` once with its part for the
-    block that it holds. After the loop, `result` is the combination for this process's own block. The transfer of one
-    step overlaps with the computation of the next.
+    In every step of the loop, in every step except the first, or in none, each process calls `add` once with its part
+    for the block that it holds. After the loop, `result` is the combination for this process's own block. The transfer
+    of one step overlaps with the computation of the next.
 
     Args:
         combine: ``combine(a, b, out=a)``, associative and commutative: `torch.add` or `torch.logaddexp`.
@@ -334,6 +334,7 @@ class RingStrategy(Strategy):
 
     def statistics(self, block: StatisticsBlock, x: Side, y: Side, want_y: bool = True) -> BothStatistics:
         stats_x: Statistics = ()
+        # For every statistic that there can be. Those that the loss lacks get no part, and nothing of them travels.
         reductions = [RingReduction(combine, max(y.counts)) for combine in _COMBINE] if want_y else []
         for held, diagonal in self._rotate(y, reductions):
             if diagonal is not None and stats_x:  # home again, where only the sums had to arrive
