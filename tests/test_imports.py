@@ -213,7 +213,7 @@ def test_no_import_comes_back_to_itself():
 # Lines of code, without comments and docstrings, that a package has at most.
 BUDGETS = {
     **{"files": 175, "processes": 558, "kernels": 1671, "evaluation": 468, "refusals": 40},
-    **{"loss": 1185, "shards": 932, "models": 2027, "optim": 349, "options": 717, "data": 2501, "step": 2038},
+    **{"loss": 1185, "shards": 932, "models": 2027, "optim": 349, "options": 717, "data": 2501, "step": 2037},
     **{"quality": 986, "trainer": 2222, "card": 910, "cli": 2319},
 }
 

@@ -159,20 +159,20 @@ class ExactContrastiveLoss(nn.Module):
             features = torch.cat([encode(part)[0] for part in parts])
             return self.calculate_loss(_columns(features, order, rows), labels)
         budget = self._budget = self._budget or GraphBudget(self.retain_graphs, device, alike=False)
-        if not (wrapper.synchronises and wrapper.model.require_backward_grad_sync):
-            wrapper = Wrapper(self.model)  # nothing is exchanged, as in accumulation, and nothing has to be prepared
-        last = len(parts) - 1
+        # Otherwise, as in an accumulation, nothing is exchanged, also if the backward comes after its context.
+        exchanges, last = wrapper.synchronises and wrapper.model.require_backward_grad_sync, len(parts) - 1
         window = CachedWindow(
             encode,
             parts,
             device=device,
-            retain=budget.graphs(wrapper.most_graphs(len(parts))),
+            retain=budget.graphs(wrapper.most_graphs(len(parts)) if exchanges else len(parts)),
             keep_grad_mode=is_compiled(self.model),
             buffers=wrapper.model.buffers(),
         )
-        wrapper.begin_window()
+        if exchanges:
+            wrapper.begin_window()
         # An autocast around all forwards keeps the weights that they have rounded, although it rounds nothing itself.
-        with wrapper.gradient_sync(last == 0), autocast(enabled=False):
+        with wrapper.gradient_sync(exchanges and last == 0), autocast(enabled=False):
             window.encode()
         loss = window.differentiate(lambda features, _: self._loss(features[0], order, rows, labels))
         leaf = loss.detach().requires_grad_()
@@ -186,12 +186,12 @@ class ExactContrastiveLoss(nn.Module):
             window = pending.pop()
             with torch.enable_grad():
                 for index in range(len(parts)):
-                    with wrapper.gradient_sync(index == last):
+                    with wrapper.gradient_sync(exchanges and index == last):
                         surrogate = window.surrogate(index)
                         if surrogate is not None:
                             (surrogate * gradient).backward()
                 # Where the last mini-batch trains nothing, no backward has exchanged the gradients.
-                if wrapper.synchronises and surrogate is None:
+                if exchanges and surrogate is None:
                     self._exchange(encode, parts)
             budget.end_window()
 
