@@ -42,6 +42,7 @@ from hf_infcl.quality.ledger import (
     small_jpeg,
     stream_kept,
     words_of_excluded,
+    write_ledger_and_sheet,
 )
 from hf_infcl.shards.layout import sample_key
 
@@ -201,7 +202,11 @@ def test_a_ledger_is_a_table(tmp_path):
     assert columns["p_wrong"] == [1, 0, 0, 0]
     assert set(columns["content"]) == {"data"}
     assert np.flatnonzero(small().p_wrong >= CERTAIN).tolist() == [0]
-    assert "sample" not in columns, "a table's pair is its row"
+    assert [*columns] == ["key", "score", "p_wrong", "caption", "content"], "a table's pair is its row"
+    for keys in ([1, 0], []):  # without captions, and without pairs
+        ledger = Ledger("data", np.array(keys, np.int64), np.zeros(len(keys)))
+        write_ledger_and_sheet(ledger, {}, tmp_path)
+        assert [*pandas.read_parquet(tmp_path / LEDGER_FILE)] == [*columns]
 
 
 def test_files_that_are_no_ledgers(tmp_path):

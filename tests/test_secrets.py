@@ -13,6 +13,7 @@ from helpers.demo import infcl
 from helpers.hub import hub_for_this_process
 from helpers.servers import serving
 from helpers.shards import write_tar
+from huggingface_hub.errors import HFValidationError
 from transformers import TrainerCallback
 
 from hf_infcl import ImageTextStream, load_pairs
@@ -76,8 +77,9 @@ def test_only_the_last_folder_of_a_url_is_published(source, name):
 def test_urls_and_names_that_are_no_hub_ids_are_refused_for_the_card():
     with pytest.raises(ValueError, match=r"'s3://\*\*\*@bucket/x' is a URL, of which a card should only .* 'x'\."):
         Source(f"s3://{USER}:{KEY}@bucket/x", False)
-    with pytest.raises(ValueError, match="is not the id of a dataset on the Hub"):
+    with pytest.raises(ValueError, match="is not the id of a dataset on the Hub") as error:
         Evaluation("data/of/mine", True, "test", 1, "pairs")
+    assert isinstance(error.value.__cause__, HFValidationError), "which says what is wrong with the name"
 
 
 def test_messages_hide_the_secrets_of_a_source():

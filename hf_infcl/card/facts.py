@@ -53,8 +53,8 @@ class _Dataset:
         if "://" in self.dataset:  # which must not be published
             name = source_name(self.dataset)[0]
             raise ValueError(f"{Url(self.dataset)!r} is a URL, of which a card should only tell {name!r}.")
-        if self.on_hub and not _may_be_on_hub(self.dataset):
-            raise ValueError(f"{self.dataset!r} is not the id of a dataset on the Hub. Use on_hub=False.")
+        if self.on_hub and (error := _why_not_on_hub(self.dataset)):
+            raise ValueError(f"{self.dataset!r} is not the id of a dataset on the Hub. Use on_hub=False.") from error
 
 
 @dataclass(frozen=True)
@@ -288,17 +288,18 @@ def source_name(source: str) -> tuple[str, bool]:
     path = Path(source)
     if _FILES.search(path.name) and not path.is_dir():
         return path.resolve().parent.name, False
-    if path.exists() or path.is_absolute() or not _may_be_on_hub(source):
+    if path.exists() or path.is_absolute() or _why_not_on_hub(source):
         return path.resolve().name, False
     return source, True
 
 
-def _may_be_on_hub(name: str) -> bool:
+def _why_not_on_hub(name: str) -> HFValidationError | None:
+    """The reason why a name cannot be one on the Hub; None if it can be."""
     try:
         validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return True
+    except HFValidationError as error:
+        return error
+    return None
 
 
 def _last(state: TrainerState, key: str, default: int | None) -> Any:
@@ -336,8 +337,9 @@ def _measured(evaluations: Sequence[Evaluation], state: TrainerState, best: bool
         after = [entry for entry in after[:end] if entry.get("step") == state.best_global_step] + after[end:]
     keys = [evaluation.key for evaluation in evaluations]
     for evaluation in evaluations:
-        (_, first), (step, last) = (_last_metrics(entries, evaluation.key, keys) for entries in (before, after))
+        step, last = _last_metrics(after, evaluation.key, keys)
         if last:
+            _, first = _last_metrics(before, evaluation.key, keys)
             yield replace(evaluation, metrics=last, before=first, step=state.best_global_step if best else step)
 
 

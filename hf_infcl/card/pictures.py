@@ -55,12 +55,9 @@ def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> N
         for key, value in entry.items():
             axis, label = _axis_and_label(key, entry)
             if label and value is not None:
-                beside = (
-                    entry.get(key + LOW, math.nan),
-                    entry.get(key + HIGH, math.nan),
-                    entry.get(key + CEILING, 1.0),
-                )
-                panels.setdefault(axis, {}).setdefault(label, {}).setdefault(entry["step"], (value, *beside))
+                low, high = (entry.get(key + end, math.nan) for end in (LOW, HIGH))
+                point = value, low, high, entry.get(key + CEILING, 1.0)
+                panels.setdefault(axis, {}).setdefault(label, {}).setdefault(entry["step"], point)
     if not panels[TRAINING]:
         raise ValueError("The log history holds no training loss. Lower logging_steps to at most the number of steps.")
 

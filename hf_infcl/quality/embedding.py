@@ -77,10 +77,8 @@ def compute(
         ValueError: a pair is bad, or a row is not finite. The other processes raise an OtherRankFailedError.
     """
     processes, args = Processes(), context.args
-    writers: dict[str, Writer] = {}
-    for kind in source.kinds:
-        parts = folder, kind, source.parts
-        writers[kind] = Store(*parts) if format == "npy" else PartFiles(*parts, format)
+    opened: Callable[..., Writer] = Store if format == "npy" else partial(PartFiles, format=format)
+    writers = {kind: opened(folder, kind, source.parts) for kind in source.kinds}
     counts = dict.fromkeys(("images", "texts", "skipped"), 0)
     mine = range(processes.rank, source.parts, processes.world_size)
     missing = [part for part in mine if any(writer.lacks(part) for writer in writers.values())]

@@ -40,7 +40,7 @@ class Ledger:
     key: np.ndarray  # [n] int64, the row of a table, or the hash of a stream's sample
     # [n] fp32; see `hf_infcl.loss.pair_scores.pair_scores`. After a training with ``leave_out``, their moving averages.
     score: np.ndarray
-    caption: Sequence[str] = ()  # of each pair one
+    caption: Sequence[str] = ()  # of each pair one, which may be empty
     # n names of a stream's samples, each after that of its shard; of a table, the image files of its rows if it names
     # all of them, or else no names.
     sample: Sequence[str] = ()
@@ -51,6 +51,7 @@ class Ledger:
     def __post_init__(self) -> None:
         order = np.argsort(self.key, kind="stable")
         self.key, self.score = self.key[order], self.score[order].astype(np.float32)
+        self.caption = self.caption if len(self.caption) else [""] * len(self)
         for name in ("caption", "sample", "left_out"):
             if len(values := getattr(self, name)):
                 setattr(self, name, [values[place] for place in order])
@@ -64,11 +65,12 @@ class Ledger:
         return np.argsort(self.score, kind="stable")[:count]
 
     def write(self, path: str | Path) -> None:
-        """Writes a parquet file with these columns, without those that are empty."""
+        """Writes a parquet file with these columns, without names and ``left_out`` if it has none."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        columns = {name: values for name, values in vars(self).items() if name != "content" and len(values)}
+        columns: dict[str, Any] = {name: getattr(self, name) for name in ("key", "score", "p_wrong", "caption")}
+        columns |= {name: values for name in ("sample", "left_out") if len(values := getattr(self, name))}
         columns["content"] = pa.DictionaryArray.from_arrays(np.zeros(len(self), np.int8), pa.array([self.content]))
         with written_whole(Path(path)) as partial:
             pq.write_table(pa.table(columns), partial)

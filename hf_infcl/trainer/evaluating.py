@@ -146,8 +146,8 @@ class Evaluator:
     Args:
         context, processing_class: as for `class_vectors`.
         notices: looks at the captions of a set, on the main process.
-        state: Trainer's. Before the first step, `run` notes in it, for each set by the prefix of its metrics, the
-            number of its images and the resampled values of its score; later it compares with them.
+        state: Trainer's. Before the first step, `run` notes in it, for each set by the prefix of its metrics, a digest
+            of its labels and the resampled values of its score; later it compares with them.
 
     Attributes:
         found: the ranks or scores of the set, once its metrics are computed.
