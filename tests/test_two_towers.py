@@ -90,6 +90,13 @@ def test_freezing_needs_towers_of_these_names(tmp_path):
         trainer_for(tmp_path, models.Own(), freeze="image")
 
 
+def test_a_config_needs_no_text_config_to_be_saved(tmp_path):
+    model = models.Own()
+    model.text_model, model.config = models.clip().text_model, transformers.PreTrainedConfig()
+    trainer_for(tmp_path, model).save_model()
+    assert (tmp_path / "model.safetensors").is_file()
+
+
 def test_it_resumes(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
     torch.manual_seed(0)

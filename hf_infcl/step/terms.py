@@ -179,7 +179,7 @@ class TowerNorms(StepObserver):
                     self._norms[tower] = partial(torch.div, get_total_norm(gradients), scale)
 
     def logs(self) -> dict[str, float]:
-        """``grad_norm_image`` and ``grad_norm_text`` of the last window, before clipping; collective under FSDP2."""
+        """``grad_norm_image`` and ``grad_norm_text`` of the last trained window, unclipped; collective under FSDP2."""
         norms = {tower: norm_of() for tower, norm_of in self._norms.items()}
         whole = {t: norm.full_tensor() if isinstance(norm, DTensor) else norm for t, norm in norms.items()}
         return {f"grad_norm_{tower}": norm.item() for tower, norm in whole.items()}

@@ -64,7 +64,7 @@ def save_weights(
     model = encoder.model
     # At the begin of a training, Trainer replaces the token at which the text tower takes its output in the config by
     # the tokenizer's, after the tower was built. A tower loaded with that one would take it at another position.
-    if encoder.pooling is not None and hasattr(encoder.base, "config"):
+    if encoder.pooling is not None and hasattr(getattr(encoder.base, "config", None), "text_config"):
         encoder.base.config.text_config.eos_token_id = encoder.pooling.stated
     if state_dict is not None:
         state_dict = stock_shapes(encoder, state_dict)
