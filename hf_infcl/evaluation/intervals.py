@@ -75,11 +75,11 @@ class Difference:
 
     def words(self, factor: float = 1, digits: int = 4) -> str:
         """The difference times ``factor`` with its interval, and that it is noise if the interval includes 0."""
-        ends = [end for end in (self.low, self.high) if end is not None]
-        change, *bounds = [f"{factor * value:+.{digits}f}" for value in (self.second - self.first, *ends)]
-        if not ends:
+        change = f"{factor * (self.second - self.first):+.{digits}f}"
+        if self.low is None or self.high is None:
             return change
-        return f"{change} [{', '.join(bounds)}]" + (" within noise" if min(ends) <= 0 <= max(ends) else "")
+        noise = " within noise" if self.low <= 0 <= self.high else ""
+        return f"{change} [{factor * self.low:+.{digits}f}, {factor * self.high:+.{digits}f}]{noise}"
 
 
 def differences(first: Found, second: Found) -> dict[str, Difference]:
