@@ -269,7 +269,7 @@ def _xm3600(name: str, folder: str | None) -> Opened:
     return Files(name, OF_XM3600, True, local, revision), rows, make
 
 
-# What opens a benchmark, by the beginning of its name; `_shards` opens all others.
+# The functions that open benchmarks, by the beginning of their names; `_shards` opens all others.
 _FAMILIES: dict[str, Callable[[str, str | None], Opened]] = {
     "sugarcrepe": partial(_sugarcrepe, right=1),
     "sugarcrepe++": partial(_sugarcrepe, right=2),

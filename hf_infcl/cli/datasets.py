@@ -83,7 +83,7 @@ def replay_set(
 
 
 def training_parts(data: DataOptions, columns: ColumnOptions, args: InfCLTrainingArguments) -> list[Any]:
-    """What a training reads, table by table or stream by stream: first the new pairs, then the old ones."""
+    """The sets that a training reads, table by table or stream by stream: first the new pairs, then the old ones."""
     new, old = training_set(data, columns, args), replay_set(data, columns, args)
     return [new, *([] if old is None else getattr(old, "datasets", [old]))]
 
@@ -183,7 +183,7 @@ def evaluation_datasets(
 def _how(
     columns: ColumnOptions, evaluation: EvaluationOptions, data: DataOptions | None, chooses: bool
 ) -> dict[str, Any]:
-    """How `SetSpec.evaluated` reads a set: what holds where it states nothing, and what is trained on."""
+    """The arguments of `SetSpec.evaluated`: the options that hold where a set states none, and the training sets."""
     of_classes = {"label_column": evaluation.label_column, "templates": evaluation.templates}
     trained = [] if data is None else [(s.path, s.split or data.split) for s in read_sets("dataset", data.dataset)]
     return {"defaults": {**vars(columns), **of_classes, "chooses": chooses}, "trained": trained}

@@ -110,7 +110,7 @@ class Table:
 
     @cached_property
     def _saved(self) -> datasets.Dataset | datasets.DatasetDict | None:
-        """What a folder of `save_to_disk` holds; None for any other source."""
+        """The datasets in a folder of `save_to_disk`; None for any other source."""
         import datasets
 
         files = datasets.config.DATASET_STATE_JSON_FILENAME, datasets.config.DATASETDICT_JSON_FILENAME

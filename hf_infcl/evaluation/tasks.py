@@ -169,7 +169,7 @@ def caption_ids(input_ids: Tensor, attention_mask: Tensor | None = None) -> Tens
 
 
 def with_texts_on_host(collate: Callable[[list[Any]], Any], items: list[Any]) -> Any:
-    """What a data collator returns; a batch of pairs keeps a copy of its tokens and ids in host memory.
+    """The batch of a data collator; one of pairs also has its tokens and ids in an object that stays in host memory.
 
     What is read there, see `taken_apart`, does not wait for the forwards that the device has queued before.
     """

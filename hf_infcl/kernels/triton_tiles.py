@@ -387,7 +387,7 @@ class Operands:
 
     @property
     def place(self) -> tuple[Tensor | None, int, int, int]:
-        """What says where the block ends and which tiles need a mask."""
+        """The arguments that say where the block ends and which tiles need a mask."""
         return self.overlaps, len(self.x), len(self.y), self.diagonal
 
     @functools.cached_property

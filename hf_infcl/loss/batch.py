@@ -1,4 +1,4 @@
-"""One process's share of the global batch and of the loss, and the sorting of rows by their ids."""
+"""One process's share of the global batch and of the loss, its blocks, and the sorting of rows by their ids."""
 
 from __future__ import annotations
 

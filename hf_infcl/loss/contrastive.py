@@ -174,7 +174,7 @@ def _scalar(value: Tensor | float, dtype: torch.dtype, device: torch.device) -> 
 
 
 class _Task(NamedTuple):
-    """What the loss of some tensors depends on besides them."""
+    """The settings of a loss, beside the tensors that it is computed from."""
 
     strategy: Strategy
     objective: str

@@ -90,7 +90,7 @@ class Inputs:
         return [len(t) if t is not None else 0 for t in (self.image_embeds, self.text_embeds, self.negative_texts)]
 
     def _problems(self) -> Iterator[str]:
-        """What is wrong with the arguments of this process, as sentences. Checks rely on those before them."""
+        """Sentences that say what is wrong with the arguments of this process. Checks rely on those before them."""
         known: dict[str, Collection[str]] = {"objective": OBJECTIVES, "strategy": STRATEGIES}
         for name, names in (known | {"backend": kernels.BACKENDS, "directions": DIRECTIONS}).items():
             if getattr(self, name) not in names:

@@ -167,8 +167,8 @@ Rows = tuple[Any, ...]  # features [b, D], and vectors [b] or None that the kern
 Statistics = tuple[Tensor, ...]  # [b] each
 BothStatistics = tuple[Statistics, Statistics]  # of rows, and of columns
 
-# How the statistics of several blocks are combined, in the order of `hf_infcl.kernels.softmax_statistics`: those of two
-# blocks, and those of all.
+# The functions that combine statistics, in the order of `hf_infcl.kernels.softmax_statistics`: those of two blocks, and
+# those of all.
 _COMBINE: tuple[Callable[..., Tensor], ...] = (torch.logaddexp, torch.logaddexp, torch.add)
 _REDUCE: tuple[Callable[[Tensor, int], Tensor], ...] = (torch.logsumexp, torch.logsumexp, torch.sum)
 

@@ -168,7 +168,7 @@ class Phases:
 
     def _watch(self, processes: dict[int, psutil.Process]) -> None:
         """Reports processes that are lost or hang, and ends this process if it does not notice by itself."""
-        hangs, logged = False, math.nan
+        hangs, logged = False, math.nan  # the latter: the last progress for which the places were logged
         try:
             while not self._left.wait(POLL):
                 ended = [rank for rank, process in processes.items() if has_ended(process)]

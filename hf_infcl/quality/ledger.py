@@ -34,7 +34,7 @@ _WIDTH = 0.25  # of the window in which scores are counted, to both sides
 
 @dataclass
 class Ledger:
-    """What is known about the n pairs of a training set, which it puts in the ascending order of their keys."""
+    """The n pairs of a training set, each with its score, which it puts in the ascending order of their keys."""
 
     content: str  # the `key_fingerprint` of the training set, or its `content_fingerprint` in earlier versions
     key: np.ndarray  # [n] int64, the row of a table, or the hash of a stream's sample

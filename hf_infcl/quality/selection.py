@@ -35,7 +35,7 @@ _BETWEEN = 0.5  # visits from one look at it to the next
 TURNS = 4  # epochs after which a row of a table has rested once, or was looked at again
 RESTED = 0.5, 0.3  # as FAST and SLOW, for a visit after an epoch without training
 _ITERATIONS = 12
-# What a resumed training goes on from, beside the averages.
+# The attributes from which a resumed training goes on, beside the averages.
 _STATE = "border waits_for _stopped _look _epoch _skipped_rows _missing _trained _counts _logged".split()
 
 logger = logging.get_logger(__name__)

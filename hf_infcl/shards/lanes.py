@@ -91,7 +91,7 @@ class SampleOrder:
 
 @dataclass(frozen=True)
 class LaneSource:
-    """What one lane reads of one source."""
+    """The samples that one lane reads of one source."""
 
     shards: Sequence[Shard]
     pieces: Sequence[Piece]

@@ -78,7 +78,7 @@ def tar_samples(
 ) -> Iterator[tuple[int, str, dict[str, T] | DamagedShardError]]:
     """As `TarReader.samples`, of a file that is opened at the position; a message calls it ``url``.
 
-    Files without a key are passed over.
+    Files without a key are skipped.
 
     Args:
         contents: makes of the file, an extension and a size what a sample has for this extension, or None for nothing.

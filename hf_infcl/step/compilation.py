@@ -131,9 +131,9 @@ class LayerCompilation:
             logger.warning(message)
 
     def _trials(self, window: Window) -> dict[str, tuple[list[nn.Module], Callable[[], None]]]:
-        """For each tower that runs its layers, and a forward and backward of the last one with its inputs in the step.
+        """The layers of each tower and a trial: a forward and a backward of the last layer with its inputs in the step.
 
-        A tower whose outputs are cached does not run.
+        A tower whose outputs are cached does not run, and is left out.
         """
         encoder = self._context.encoder
         layers = {name: found for name, tower in encoder.towers().items() if (found := layers_of(tower))}

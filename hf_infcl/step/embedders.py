@@ -23,7 +23,7 @@ _POSITIONS_FROM_MASK = ("biogpt", "opt")  # these count positions themselves, so
 _BOTH = ("query_to_doc", "doc_to_query")
 _COSINE, _DOT = ("cos_sim", "pytorch_cos_sim"), ("dot_score",)
 
-# Of the batch: [rows] int64, their places among the rows of all columns, one column after the other; and their inputs.
+# A part of the batch: the places of its rows among those of all columns, one after the other, [rows] int64; its inputs.
 Part = tuple[Tensor, dict[str, Any]]
 
 

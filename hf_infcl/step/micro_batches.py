@@ -397,7 +397,7 @@ def run_repeating(step: WindowStep, model: nn.Module, window: Window, number: in
             return loss
         except (torch.OutOfMemoryError, OtherRankFailedError) as error:
             is_own = isinstance(error, torch.OutOfMemoryError)
-            # Of a lack of memory elsewhere all other processes have heard as well.
+            # All other processes have heard as well of a lack of memory elsewhere.
             repeats = step.may_repeat if is_own else step.repeats and torch.OutOfMemoryError.__name__ in str(error)
             if not (repeats and window.loaded and (step.graphs.kept > 1 or largest > 1)):
                 if is_own:

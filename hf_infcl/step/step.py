@@ -294,7 +294,7 @@ class WindowStep:
         return embeds
 
     def _collect_after_compiling(self) -> None:
-        """Frees activations in the first window of a compiled model, and in a trial, which counts as the second one.
+        """Frees activations in the first two windows of a compiled model; the window of a trial counts as the second.
 
         Compilation leaves reference cycles that hold the activations of a micro-batch, so the window would hold the
         activations of two micro-batches. This is called after the first forward, the first backward and the last one.
