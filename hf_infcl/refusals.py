@@ -1,7 +1,5 @@
 """Checks that several packages share: no second derivative is asked for, and texts are tokens of the model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

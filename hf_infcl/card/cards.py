@@ -3,8 +3,6 @@
 `CardCallback` keeps it up to date while the model trains, so that every push to the Hub includes it.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What a training has gained and what it has cost, set by set, and what makes it doubtful that it taught anything."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

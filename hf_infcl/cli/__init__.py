@@ -1,7 +1,5 @@
 """The command `infcl`: `check`, `train`, `evaluate` and the other commands parse options and call the rest."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import importlib.metadata

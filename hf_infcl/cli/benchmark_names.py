@@ -4,8 +4,6 @@ Names and groups are those of CLIP_benchmark (https://github.com/LAION-AI/CLIP_b
 about metrics. These follow DataComp's list of tasks (https://github.com/mlfoundations/datacomp, ``tasklist.yml``).
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterable

@@ -3,8 +3,6 @@
 Sets are tar shards in the layout of CLIP_benchmark, files of SugarCrepe and tables of XM3600. The scores are the main
 metric of each, and the means of the groups that were named."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

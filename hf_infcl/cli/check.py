@@ -1,7 +1,5 @@
 """`infcl check`: reads the data as a training would, and tells what would spoil it."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

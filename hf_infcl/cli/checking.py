@@ -2,8 +2,6 @@
 
 Several workers read all pairs or a sample. Copies of an image are found when scaled or compressed again."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

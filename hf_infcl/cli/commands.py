@@ -1,7 +1,5 @@
 """The commands, and the options that each of them reads, without an import of torch."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from ..options import commands as options

@@ -1,7 +1,5 @@
 """The data sets that the options name."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The options of a training that the command chooses, and how it tells them."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import shlex

@@ -1,7 +1,5 @@
 """`infcl train --dry_run`: the first steps of a training, which write nothing, and what they say of all of it."""
 
-from __future__ import annotations
-
 import atexit
 import resource
 import shutil

@@ -1,7 +1,5 @@
 """`infcl embed` and `infcl score`: the embeddings of images and texts, and how well those of a pair agree."""
 
-from __future__ import annotations
-
 import argparse
 import heapq
 import itertools

@@ -1,7 +1,5 @@
 """Runs a command as one of several launched processes: an error is printed once, and all processes end together."""
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import logging

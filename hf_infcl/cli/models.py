@@ -1,7 +1,5 @@
 """Measures, averages and converts models: `infcl evaluate`, `average` and `convert`; and `infcl card`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ Mistakes are told in one line, once.
 Nothing here imports torch, so that ``--help`` and mistakes are answered at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import difflib

@@ -4,8 +4,6 @@ Also what its card says of the options, what becomes of an earlier run in the ou
 evaluation set are also trained on, by the contents of their files.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import hashlib

@@ -2,8 +2,6 @@
 
 It checks the batches that a data collator returns, and measures how long a process waits for them."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

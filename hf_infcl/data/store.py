@@ -3,8 +3,6 @@
 A key is the row of a table, or a hash of the name of a stream's sample. Also found here: facts that hold for a dataset
 and for all datasets that it wraps."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -19,8 +19,6 @@
 which JSON does not have: `acc5` for fewer than five classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import evaluate

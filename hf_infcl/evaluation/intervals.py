@@ -6,8 +6,6 @@ of two sets of equal size are the same, so two models are compared on the same r
 the score of a set has changed since before a training.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The table of metrics. Evaluations, options, cards and curves read from it what they have to know about each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

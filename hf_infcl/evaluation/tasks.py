@@ -12,8 +12,6 @@ depends neither on the device nor on the tiles. A collapsed model, for which all
 chance.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Reads from the Hub, which is asked once. If it does not answer, earlier downloads are used."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import os

@@ -1,7 +1,5 @@
 """Words of messages: values, differences and names, and URLs without their user names, passwords and keys."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Callable, Container, Mapping, Sequence

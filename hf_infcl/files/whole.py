@@ -1,7 +1,5 @@
 """Files that are written whole, with a checksum and the usual modes; pointers of Git LFS are refused."""
 
-from __future__ import annotations
-
 import os
 import stat
 import zlib

@@ -17,8 +17,6 @@ excluded from all sums. With ``equal_are_positive`` it is a positive instead, so
 of them, and there is no diagonal. All other cells are negatives.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import logging

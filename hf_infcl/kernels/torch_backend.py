@@ -5,8 +5,6 @@ outputs is therefore constant, about six such tiles in fp32, regardless of the s
 sums are fp32, or fp64 for fp64 inputs. Products in half precision accumulate in fp32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

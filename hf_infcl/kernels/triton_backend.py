@@ -15,8 +15,6 @@ If `torch.are_deterministic_algorithms_enabled()`, no sum depends on the order o
 softmax loss then take two products instead of one, and the loss as a whole a third more time.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import itertools

@@ -1,7 +1,5 @@
 """One process's share of the global batch and of the loss, its blocks, and the sorting of rows by their ids."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

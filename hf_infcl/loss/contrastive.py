@@ -3,8 +3,6 @@
 `ContrastiveLoss` is this function as an `nn.Module`, with the call of OpenCLIP's losses.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The arguments of `contrastive_loss`, and the checks that reject unusable arguments on all processes alike."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator

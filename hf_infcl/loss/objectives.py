@@ -1,7 +1,5 @@
 """The table of objectives. Options, plans, cards and tests read from it what they have to know about each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

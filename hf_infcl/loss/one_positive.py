@@ -1,7 +1,5 @@
 """Both losses for batches of pairs (image i, text i), optionally with additional negative texts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """How far each pair of a global batch stands out from what its image and its texts are compared with."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

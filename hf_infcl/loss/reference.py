@@ -4,8 +4,6 @@ This is plain differentiable torch for one process that holds the whole batch, i
 use float64.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

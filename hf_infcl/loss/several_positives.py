@@ -11,8 +11,6 @@ softplus(N - Z), as for pairs, which has full relative precision however small i
 by rounding. With several positives the cross entropy is at least log K_i.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

@@ -4,8 +4,6 @@ The share of the chip's peak that a training reaches is its model FLOPs utilisat
 2204.02311, appendix B): the products that its model needs, whatever is computed again to save memory.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack

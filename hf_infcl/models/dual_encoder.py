@@ -1,7 +1,5 @@
 """A common view of all dual encoders, one of any two modules, outputs that are kept, and patches that are left out."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import math

@@ -14,8 +14,6 @@ Parameters, their names and what is saved stay as they are. Where layers are com
 the compiler.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Loads a model of either format and converts one into the other, with the files for sentence-transformers."""
 
-from __future__ import annotations
-
 import html
 import json
 import shutil

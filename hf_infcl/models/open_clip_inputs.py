@@ -1,7 +1,5 @@
 """Prepares images and texts in transformers as OpenCLIP does, and says in OpenCLIP's config how a processor does."""
 
-from __future__ import annotations
-
 import string
 from collections.abc import Mapping
 from typing import Any

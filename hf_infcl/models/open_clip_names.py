@@ -1,7 +1,5 @@
 """What OpenCLIP and transformers call the sizes and the tensors of a model: tables that are read in both directions."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

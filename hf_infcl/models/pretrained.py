@@ -4,8 +4,6 @@ transformers fills what a checkpoint lacks at random, or leaves it as it lies in
 warns. Here such a checkpoint is refused, unless a training asks for new weights.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import pickle

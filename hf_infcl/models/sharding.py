@@ -1,7 +1,5 @@
 """Adapts a dual encoder to DDP and FSDP2 before they wrap it, and its saved state afterwards."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any

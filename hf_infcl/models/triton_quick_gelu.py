@@ -3,8 +3,6 @@
 They compute in fp32 and round once, so that they are at least as precise as operators that round one after another.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

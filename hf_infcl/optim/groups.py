@@ -1,7 +1,5 @@
 """Which parameters Muon updates, and which AdamW: by the role that a parameter has in its module, not by its name."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ a ``yield`` a transfer is under way, during which the caller can advance other g
 processes exchange bfloat16, the dtype of the iteration, so that nothing is rounded on the way.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence

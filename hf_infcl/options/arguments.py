@@ -2,8 +2,6 @@
 
 They also say how a global batch is divided among processes and micro-batches."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Options that would make batches or metrics inexact are refused.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

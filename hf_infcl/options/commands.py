@@ -1,7 +1,5 @@
 """The options of the commands, beside those of the training; read without torch."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 from ..files.text import ON_BAD_SAMPLE

@@ -1,7 +1,5 @@
 """The options of contrastive training, which `InfCLTrainingArguments` has beside those of transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

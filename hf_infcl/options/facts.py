@@ -6,8 +6,6 @@ Their names, types, defaults and helps are in a file, which ``python tests/helpe
 installed release has and the file lacks is accepted, see `hf_infcl.cli.parser`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, make_dataclass

@@ -1,7 +1,5 @@
 """Reads the options in a YAML or JSON file, without torch."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

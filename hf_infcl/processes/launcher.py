@@ -3,8 +3,6 @@
 The package imports this module before torch, because importing torch takes seconds in which the launcher may end.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """One run at a time in a folder, which all processes can write to."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

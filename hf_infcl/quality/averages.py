@@ -1,7 +1,5 @@
 """Averages of the weights before and after a fine-tuning (WiSE-FT, arXiv 2109.01903), and which of them is chosen."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -7,8 +7,6 @@ frozen, the preparation of images and captions, the rows and their order, and th
 these changes, so does the folder.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

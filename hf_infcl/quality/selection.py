@@ -1,7 +1,5 @@
 """Pairs that do not belong together are left out of the windows (``leave_out``)."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping

@@ -2,8 +2,6 @@
 
 It also makes the term of a training's teacher, and refuses one that could not teach exactly."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -7,8 +7,6 @@ samples already taken from it. Reading the same samples again restores the buffe
 at any position.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import deque

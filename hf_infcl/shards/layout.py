@@ -6,8 +6,6 @@ they are, and which tar file and name they have.
 `fsspec`, and so `datasets`, opens such URLs in a process that has imported this module.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import itertools

@@ -1,7 +1,5 @@
 """Finds shards by name, locally or on the Hub, and reads their bytes, with retries and a cache on a local disk."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import logging

@@ -3,8 +3,6 @@
 Every process decides by the same numbers, so all of them skip the same windows.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ take, and then compiled. A compiler that fails does so there, and not in the mid
 whatever else calls the model compute with the layers as they are, so that only the shapes of the training are compiled.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import time

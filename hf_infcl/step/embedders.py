@@ -1,7 +1,5 @@
 """The exact loss of a global batch for trainings with sentence-transformers, in place of its cached losses."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack

@@ -4,8 +4,6 @@
 that is not overridden does nothing. All of them are called on every process, in the same order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 

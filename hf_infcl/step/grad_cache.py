@@ -5,8 +5,6 @@ both passes, and so does everything that draws from the global generators of Pyt
 knows callables and tensors: a function that encodes a micro-batch, and a loss of the features of all micro-batches.
 """
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

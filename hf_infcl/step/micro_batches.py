@@ -3,8 +3,6 @@
 Windows of the training are tried with the largest shapes: both passes and the loss, and no update.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import time

@@ -1,7 +1,5 @@
 """One loss over several micro-batches, with its exact gradient, for a training loop without a Trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch

@@ -3,8 +3,6 @@
 `WindowStep.run` is the whole step, from the inputs of a window to the gradient of every parameter.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import time

@@ -1,7 +1,5 @@
 """Parts of the step that options select: terms of the loss, dropped patches, numbers for the logs; their context."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

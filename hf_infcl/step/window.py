@@ -1,7 +1,5 @@
 """One window: the micro-batches of one optimizer step on this process, their texts, and the loss of their features."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

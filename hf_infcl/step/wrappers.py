@@ -1,7 +1,5 @@
 """What DDP and FSDP2 need so that a window of several micro-batches has one loss and one exact gradient."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from functools import cached_property

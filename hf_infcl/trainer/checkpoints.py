@@ -6,8 +6,6 @@ it leaves either a complete checkpoint or a folder from which no run ever resume
 damaged later.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

@@ -1,7 +1,5 @@
 """What an `InfCLTrainer` can be constructed from, and how it prepares its model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@
 batch is encoded by `Evaluator.embed`, and from what all batches have given, `Evaluator.metrics` are computed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial

@@ -3,8 +3,6 @@
 The windows are read on all processes or on none. `TrainingData` knows how far the training has come in the data.
 """
 
-from __future__ import annotations
-
 import collections
 import inspect
 import platform

@@ -1,7 +1,5 @@
 """Points of Trainer's loop where it has no method to override: progress, the end, and what callbacks request."""
 
-from __future__ import annotations
-
 import logging
 import signal
 import time

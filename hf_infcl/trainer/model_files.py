@@ -1,7 +1,5 @@
 """Models as files: what is saved, what a training starts from, its average with the start, and pushes to the Hub."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Creates the optimizer and its schedule, and refuses options that they do not take."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress

@@ -1,7 +1,5 @@
 """`InfCLTrainer`: one optimizer step is one contrastive batch. Trainer's methods that differ call the parts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace
