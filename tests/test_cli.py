@@ -41,7 +41,7 @@ from transformers import TrainingArguments
 import hf_infcl
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments, ZeroShotDataset, cli
 from hf_infcl.card import CardCallback
-from hf_infcl.card.outcome import doubtful_rate
+from hf_infcl.card.telling import doubtful_rate
 from hf_infcl.cli import datasets as opening
 from hf_infcl.cli import defaults, train
 from hf_infcl.cli import models as measuring

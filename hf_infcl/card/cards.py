@@ -14,17 +14,16 @@ from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardDat
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from ..evaluation.metrics import CEILING, HIGH, LOW, METRICS, is_bound
+from ..evaluation.metrics import CEILING, HIGH, LOW, METRICS, Metric
 from ..files.text import counted
 from ..loss.objectives import OBJECTIVES
 from ..models.model_types import reads_padding
 from .facts import SPEED, Evaluation, TrainingFacts
-from .outcome import changes, explained, outcome, words_of_scores
 from .pictures import PICTURES_FILE, plot_curves
 from .settings import cell, code, escaped, line, literal, row
+from .telling import changes, explained, outcome, words_of_scores
 
 CURVES_FILE = "curves.png"
-_PADDED = 64  # tokens to which the pipeline of transformers pads the texts for SigLIP, whatever length the model reads
 
 logger = logging.get_logger(__name__)
 
@@ -52,19 +51,15 @@ def model_card(facts: TrainingFacts, *, curves: str | None = None, pictures: str
         datasets=datasets or None,
         eval_results=[result for one in facts.evaluations for result in _model_index(one)] or None,
     )
-    functions: tuple[Any, ...] = (code, escaped, literal, row, line, cell, counted, explained, words_of_scores)
+    of_text: tuple[Any, ...] = (code, escaped, literal, row, line, cell, counted)
+    of_facts: tuple[Any, ...] = (outcome, changes, explained, words_of_scores, place, results, reads_padding)
     return ModelCard.from_template(
         data,
         template_str=Path(__file__).with_name("template.jinja").read_text(encoding="utf-8"),
-        **{one.__name__: one for one in functions},
-        place=_place,
+        **{one.__name__: one for one in of_text + of_facts},
         facts=facts,
-        outcome=outcome(facts),
         objective=OBJECTIVES[facts.objective].words,
-        changes=changes(facts),
-        results=_results(facts),
-        repeating=[_place(one) for one in facts.evaluations if any(name.endswith(CEILING) for name in one.metrics)],
-        has_pipeline=facts.caption_limit in (None, _PADDED) or not reads_padding(facts.model_class),
+        repeating=[place(one) for one in facts.evaluations if any(name.endswith(CEILING) for name in one.metrics)],
         curves=curves,
         pictures=pictures,
     )
@@ -75,7 +70,7 @@ def write_eval_results(facts: TrainingFacts, folder: str | Path) -> None:
     entries: dict[str, list[EvalResultEntry]] = {}
     for one in facts.evaluations:
         of_set = {"dataset_revision": one.commit, "notes": one.part}
-        for metric, value in _defined(one) if one.on_hub else ():
+        for metric, _, value in _defined(one) if one.on_hub else ():
             entry = EvalResultEntry(one.dataset, metric, round(value, 4), **of_set)
             entries.setdefault(one.dataset, []).append(entry)
     for dataset, of_dataset in entries.items():
@@ -84,19 +79,21 @@ def write_eval_results(facts: TrainingFacts, folder: str | Path) -> None:
         path.write_text(yaml.safe_dump(eval_result_entries_to_yaml(of_dataset), sort_keys=False), encoding="utf-8")
 
 
-def _defined(evaluation: Evaluation) -> list[tuple[str, float]]:
-    """The metrics that have a value (top-5 accuracy has none for four classes), without ceilings and intervals."""
+def _defined(evaluation: Evaluation) -> list[tuple[str, Metric, float]]:
+    """The name, the row of `METRICS` and the value of each metric that has one, without ceilings and intervals.
+
+    Top-5 accuracy has no value for four classes. A metric that has no row is called by its name.
+    """
     return [
-        (metric, value)
-        for metric, value in evaluation.metrics.items()
-        if metric not in SPEED and not is_bound(metric) and value is not None and not math.isnan(value)
+        (name, METRICS.get(name, Metric("", None, name.replace("_", " "), name)), value)
+        for name, value in evaluation.metrics.items()
+        if not (name in SPEED or name.endswith((CEILING, LOW, HIGH)) or value is None or math.isnan(value))
     ]
 
 
 def _model_index(evaluation: Evaluation) -> Iterator[EvalResult]:
     task = "zero-shot-image-classification" if evaluation.templates else "image-text-retrieval"
-    for metric, value in _defined(evaluation):
-        known = METRICS.get(metric)
+    for _, metric, value in _defined(evaluation):
         yield EvalResult(
             task_type="image-caption-selection" if "text_acc" in evaluation.metrics else task,
             dataset_type=evaluation.dataset,
@@ -104,30 +101,26 @@ def _model_index(evaluation: Evaluation) -> Iterator[EvalResult]:
             dataset_config=evaluation.column,  # which keeps the results of several columns apart
             dataset_split=evaluation.split,
             dataset_revision=evaluation.commit,
-            metric_type=known.hub_type if known else metric,
-            metric_name=_words(metric),
+            metric_type=metric.hub_type,
+            metric_name=metric.words,
             metric_value=round(value, 4),
         )
 
 
-def _words(metric: str) -> str:
-    return METRICS[metric].words if metric in METRICS else metric.replace("_", " ")
-
-
-def _place(evaluation: Evaluation) -> str:
+def place(evaluation: Evaluation) -> str:
     return f"{code(evaluation.dataset)}, {escaped(evaluation.part)}"
 
 
-def _results(facts: TrainingFacts) -> list[list[str]]:
+def results(facts: TrainingFacts) -> list[list[str]]:
     """The rows of a table of all metrics; columns that no metric fills are left out."""
     rows = [["set", "images", "metric", "value", "95% interval", "before the training", "at most"]]
     for one in facts.evaluations:
-        for metric, value in _defined(one):
-            words = _words(metric) if metric in METRICS else escaped(_words(metric))
-            bounds = [f"{one.metrics[metric + end]:.4f}" for end in (LOW, HIGH) if metric + end in one.metrics]
-            before = f"{one.before[metric]:.4f}" if metric in one.before else ""
-            most = f"{ceiling:.4f}" if (ceiling := one.metrics.get(metric + CEILING, 1)) < 1 else ""
-            rows.append([_place(one), f"{one.size:,}", words, f"{value:.4f}", " to ".join(bounds), before, most])
+        for name, metric, value in _defined(one):
+            words = metric.words if name in METRICS else escaped(metric.words)
+            bounds = [f"{one.metrics[name + end]:.4f}" for end in (LOW, HIGH) if name + end in one.metrics]
+            before = f"{one.before[name]:.4f}" if name in one.before else ""
+            most = f"{ceiling:.4f}" if (ceiling := one.metrics.get(name + CEILING, 1)) < 1 else ""
+            rows.append([place(one), f"{one.size:,}", words, f"{value:.4f}", " to ".join(bounds), before, most])
     columns = [column for n, column in enumerate(zip(*rows, strict=True)) if n < 4 or any(column[1:])]
     return [list(cells) for cells in zip(*columns, strict=True)]
 
@@ -148,17 +141,14 @@ class CardCallback(TrainerCallback):
     """
 
     def __init__(self, describe: Callable[[], TrainingFacts]) -> None:
-        self._describe = describe
+        self._describe, self.first_step = describe, 0
         self._written = 0, 0  # the step and the number of log entries that the card tells of
-        self.first_step = 0
 
     def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         self.first_step = state.global_step
         self._written = 0, 0  # an earlier training may have ended at the same step
 
     def _update(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: object) -> None:
-        if (state.global_step, len(state.log_history)) == self._written:
-            return
         try:
             self.write(args, state)
         except OSError as error:
@@ -167,14 +157,15 @@ class CardCallback(TrainerCallback):
     on_evaluate = on_push_begin = on_save = on_train_end = on_model_saved = _update
 
     def write(self, args: TrainingArguments, state: TrainerState) -> None:
-        """Writes all files for the current state, if this is the main process and a step has been trained."""
-        if state.is_world_process_zero and state.global_step > self.first_step:
+        """Writes all files if a step has been trained that they do not tell of yet, and this is the main process."""
+        now = state.global_step, len(state.log_history)
+        if state.is_world_process_zero and state.global_step > self.first_step and now != self._written:
             folder = Path(str(args.output_dir))
             folder.mkdir(parents=True, exist_ok=True)
             facts = self._describe()
             facts.save(folder)
             write_publication(facts, folder, state)
-            self._written = state.global_step, len(state.log_history)
+            self._written = now
 
 
 def write_publication(facts: TrainingFacts, folder: str | Path, state: TrainerState) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import metadata
 from pathlib import Path
@@ -128,7 +128,7 @@ class TrainingFacts:
     caption_limit: int | None = None  # the tokens of a caption that the model reads, if known; the rest is cut off
     cut_captions: Mapping[str, float] = field(default_factory=dict)  # the shares of longer ones, by their dataset
     replayed: int = 0  # the old pairs in each global batch, which are not among ``pairs``
-    replay_sources: Sequence[Source] = field(default_factory=list)
+    replay_sources: Sequence[Source] = ()
     frozen: str | None = None  # the tower that did not train, "image" or "text"
     settings: Mapping[str, str] = field(default_factory=dict)  # further rows of the training table, by name
     peak_memory: int | None = None  # the largest memory of one GPU in bytes, None on CPUs
@@ -159,12 +159,11 @@ class TrainingFacts:
         path = Path(folder, FACTS_FILE)
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-            values["sources"] = [Source(**source) for source in values["sources"]]
-            values["replay_sources"] = [Source(**source) for source in values.get("replay_sources", ())]
-            values["evaluations"] = [Evaluation(**evaluation) for evaluation in values["evaluations"]]
+            for name, kind in (("sources", Source), ("replay_sources", Source), ("evaluations", Evaluation)):
+                values[name] = [kind(**one) for one in values.get(name, ())]
             if (average := values.get("average")) is not None:
-                average["measured"] = [Measured(**one) for one in average["measured"]]
-                values["average"] = Averaged(**average)
+                measured = [Measured(**one) for one in average["measured"]]
+                values["average"] = Averaged(**average | {"measured": measured})
             known = {one.name for one in fields(cls)}  # earlier versions knew more of a run
             return cls(**{name: value for name, value in values.items() if name in known})
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -172,7 +171,7 @@ class TrainingFacts:
             hint = f" {above}, the folder above, has one." if (above / FACTS_FILE).is_file() else ""
             what = f"{folder} has no {FACTS_FILE}, which `infcl train` writes to --output_dir"
             raise ValueError(f"{what}: the facts from which a card is written.{hint}") from error
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} holds no facts of a training: {describe_cause(error)}.") from error
 
 
@@ -244,7 +243,7 @@ def training_facts(
         peak_memory=_last(state, "peak_memory", None),
         skipped=_last(state, "skipped_samples", 0),
         versions={"hf_infcl": __version__, **{name: metadata.version(name) for name in _PACKAGES}},
-        evaluations=_without_guards_again(_measured(with_texts(evaluations, trainer.eval_dataset), state, best)),
+        evaluations=_measured(with_texts(evaluations, trainer.eval_dataset), state, best),
         measured_during_training=args.eval_strategy != "no",
         best=best,
         **fields,
@@ -252,23 +251,19 @@ def training_facts(
 
 
 def scores_by_width(trainer: InfCLTrainer, sets: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """The score of each evaluation set at each width of its embeddings, by the set and the width; collective.
+    """The score of each evaluation set at each of ``matryoshka_dims``, by the set and the width; collective.
 
-    Each width takes an evaluation of its own, which the trainer does not log. Without ``matryoshka_dims`` the result is
-    empty.
+    Each width takes an evaluation of its own, which the trainer does not log.
     """
     encoder, scores = trainer.dual_encoder, dict[str, dict[str, float]]()
-    before, found = encoder.dims, dict(trainer.found)
-    try:
-        for width in trainer.args.matryoshka_dims or ():
-            encoder.dims = width
-            for name, dataset in sets.items():
-                metrics = trainer.predict(dataset, metric_key_prefix=f"eval_{name}").metrics or {}
-                if (score := score_if_measured(metrics, f"eval_{name}_")) is not None:
-                    scores.setdefault(name, {})[str(width)] = score
-    finally:
-        encoder.dims = before
-        trainer.found.update(found)
+    whole = encoder.dims
+    for width in trainer.args.matryoshka_dims or ():
+        encoder.dims = width
+        for name, dataset in sets.items():
+            metrics = trainer.predict(dataset, metric_key_prefix=f"eval_{name}").metrics or {}
+            if (score := score_if_measured(metrics, f"eval_{name}_")) is not None:
+                scores.setdefault(name, {})[str(width)] = score
+    encoder.dims = whole
     return scores
 
 
@@ -325,22 +320,26 @@ def with_texts(evaluations: Sequence[Evaluation], sets: Any) -> list[Evaluation]
     return made
 
 
-def _measured(evaluations: Sequence[Evaluation], state: TrainerState, best: bool) -> Iterator[Evaluation]:
+def _measured(evaluations: Sequence[Evaluation], state: TrainerState, best: bool) -> list[Evaluation]:
     """The evaluations that were made, with their metrics before the training and those of the present weights.
 
     If an evaluation has not yet measured the present weights, its metrics are those of the last one, with its step.
+    Of two alike, a guard set and another one, the guard set stays.
     """
     before = [entry for entry in state.log_history if entry.get("step") == 0]
     after = [entry for entry in state.log_history if entry.get("step") != 0]
     if best:
         end = next(number for number, entry in enumerate(after) if _END in entry)
         after = [entry for entry in after[:end] if entry.get("step") == state.best_global_step] + after[end:]
-    keys = [evaluation.key for evaluation in evaluations]
+    keys, measured = [evaluation.key for evaluation in evaluations], []
     for evaluation in evaluations:
         step, last = _last_metrics(after, evaluation.key, keys)
         if last:
             _, first = _last_metrics(before, evaluation.key, keys)
-            yield replace(evaluation, metrics=last, before=first, step=state.best_global_step if best else step)
+            step = state.best_global_step if best else step
+            measured.append(replace(evaluation, metrics=last, before=first, step=step))
+    guards = [_figures(one) for one in measured if one.guard]
+    return [one for one in measured if one.guard or _figures(one) not in guards]
 
 
 def _last_metrics(history: Sequence[Mapping[str, Any]], key: str, keys: Sequence[str]) -> tuple[int, dict[str, float]]:
@@ -355,17 +354,10 @@ def _last_metrics(history: Sequence[Mapping[str, Any]], key: str, keys: Sequence
     return 0, {}
 
 
-def _without_guards_again(measured: Iterable[Evaluation]) -> list[Evaluation]:
-    """The evaluations, except those whose set is also a guard set with the same results."""
-
-    def alike(evaluation: Evaluation) -> tuple[Any, ...]:
-        # The times of Trainer's evaluations differ, as do the last digits of a GPU.
-        results = {name: round(value, 4) for name, value in evaluation.metrics.items() if name not in SPEED}
-        return evaluation.dataset, evaluation.part, evaluation.size, results
-
-    evaluations = list(measured)
-    guards = [alike(evaluation) for evaluation in evaluations if evaluation.guard]
-    return [evaluation for evaluation in evaluations if evaluation.guard or alike(evaluation) not in guards]
+def _figures(evaluation: Evaluation) -> tuple[Any, ...]:
+    """What two evaluations of one set share; the times of Trainer's differ, as do the last digits of a GPU."""
+    results = {name: round(value, 4) for name, value in evaluation.metrics.items() if name not in SPEED}
+    return evaluation.dataset, evaluation.part, evaluation.size, results
 
 
 def content_of(dataset: ImageTextDataset | ImageTextStream) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 from collections.abc import Iterable, Mapping
@@ -186,16 +187,10 @@ class PicturesCallback(TrainerCallback):
 
     def _pass_on(self, path: Path, picture: Image.Image, args: TrainingArguments, state: TrainerState) -> None:
         """Gives the picture to the trackers that can show it."""
-        trackers = args.report_to or ()
-        if "wandb" in trackers:
-            import wandb
-
-            wandb.log({"pictures": wandb.Image(str(path))})
-        if "trackio" in trackers:
-            import trackio
-
-            trackio.log({"pictures": trackio.Image(str(path))})
-        if "mlflow" in trackers:
+        for name in {"wandb", "trackio"}.intersection(args.report_to or ()):
+            tracker = importlib.import_module(name)
+            tracker.log({"pictures": tracker.Image(str(path))})
+        if "mlflow" in (args.report_to or ()):
             import mlflow
 
             mlflow.log_artifact(str(path))

@@ -93,8 +93,7 @@ def training_settings(trainer: InfCLTrainer) -> dict[str, str]:
         rows["transparency of images"] = transparency()
     if "open_clip" in trainer.args.save_formats:
         rows["saved formats"] = "transformers and OpenCLIP"
-    begun = getattr(trainer, "window_step", None)
-    for part in trainer.context.extensions if begun is None else begun.extensions:
+    for part in trainer.window_step.extensions:
         rows |= part.card
     weight = trainer.args.teacher_weight
     distances = [e["teacher_loss"] / weight for e in trainer.state.log_history if weight and "teacher_loss" in e]

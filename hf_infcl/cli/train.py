@@ -23,10 +23,9 @@ from transformers.utils import CONFIG_NAME
 from ..card import facts
 from ..card.cards import CURVES_FILE, CardCallback
 from ..card.facts import scores_by_width
-from ..card.outcome import doubtful_rate, earlier_best, lines_of_changes, outcome
 from ..card.pictures import PICTURES_FILE, PicturesCallback
 from ..card.settings import code, escaped, joined, precision
-from ..card.telling import ProgressPrinter
+from ..card.telling import ProgressPrinter, doubtful_rate, earlier_best, lines_of_changes, outcome
 from ..data import ImageTextDataset, ZeroShotDataset
 from ..data.images import ImageDataset
 from ..data.replay import Replayed

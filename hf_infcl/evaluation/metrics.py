@@ -216,11 +216,6 @@ def _values(ranks: Found, metrics: Mapping[str, Metric] | None = None) -> dict[s
     return {name: metric.measure(ranks) for name, metric in metrics.items() if metric.measure is not None}
 
 
-def is_bound(name: str) -> bool:
-    """Whether a name denotes a ceiling, or a bound of an interval, and not a metric."""
-    return name.endswith((CEILING, LOW, HIGH))
-
-
 def metric_named(logged: str) -> str | None:
     """The metric of a logged name such as ``eval_pairs_loss``; None if the table has none of this name."""
     return max((name for name in METRICS if f"_{logged}".endswith(f"_{name}")), key=len, default=None)

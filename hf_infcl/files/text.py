@@ -26,15 +26,10 @@ def counted(count: int, word: str) -> str:
     return f"{count:,} {word}" + ("" if count == 1 else "es" if word.endswith(("s", "ch")) else "s")
 
 
-def aligned(rows: Sequence[Sequence[str]], right: Container[int] = (), least: Sequence[int] = ()) -> list[str]:
-    """Lines of the cells of a table, with two spaces between columns; those in ``right`` have numbers.
-
-    ``least`` has the smallest width of each column, if any.
-    """
+def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
+    """Lines of the cells of a table, with two spaces between columns; those in ``right`` have numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = [
-        f"{'>' if n in right else '<'}{max(wide)}" for n, wide in enumerate(zip(widths, least or widths, strict=True))
-    ]
+    sides = [f"{'>' if n in right else '<'}{width}" for n, width in enumerate(widths)]
     return ["  ".join(f"{cell:{side}}" for cell, side in zip(row, sides, strict=True)).rstrip() for row in rows]
 
 
