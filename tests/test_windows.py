@@ -75,8 +75,8 @@ def test_other_rows_come_again_instead_of_those_that_are_skipped_rows(left):
     skipped_rows = torch.arange(40) >= left
     table, ordered = (TableRows(range(40), Share(4, 2), list, shuffle=shuffle, seed=1) for shuffle in (True, False))
     before = [row for batch, _ in itertools.islice(table, 20) for row in batch]
-    assert table.skip_rows(lambda: skipped_rows)
-    assert not table.skip_rows(lambda: skipped_rows.clone())
+    assert table.begin_at(0, lambda: skipped_rows)
+    assert not table.begin_at(0, lambda: skipped_rows.clone())
     read = [row for batch, _ in itertools.islice(table, 20) for row in batch]
     assert len(read) == len(before) == 80
     assert [row for row in before if row < left] == [row for row in read[:40] if row < left][:left] + [
@@ -88,9 +88,9 @@ def test_other_rows_come_again_instead_of_those_that_are_skipped_rows(left):
         counts = torch.bincount(torch.tensor(one), minlength=40)
         assert int((counts > 0).sum()) == max(8, left)
         assert counts[:left].min() == 40 // max(8, left)
-    assert table.skip_rows(lambda: torch.empty(0, dtype=torch.bool))
+    assert table.begin_at(0, lambda: torch.empty(0, dtype=torch.bool))
     assert [row for batch, _ in itertools.islice(table, 20) for row in batch] == before
-    assert not ordered.skip_rows(lambda: skipped_rows), "only what is shuffled"
+    assert not ordered.begin_at(0, lambda: skipped_rows), "only what is shuffled"
 
 
 def rank_rows(rank: int, world_size: int, folder: str, workers: int = 0) -> tuple[list[list[tuple]], list[float]]:

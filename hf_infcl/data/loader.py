@@ -161,15 +161,15 @@ class TrainingLoader(DataLoader[Any]):
         for batch, _ in itertools.islice(self._read(), None if self.epochs is None else len(self)):
             yield self._to_device(batch)
 
-    def begin_epoch(self, epoch: int, rows: Any) -> dict[str, int]:
-        """Begins an epoch, or goes on in it where the checkpoint was written; ``rows`` as for `skip_rows`.
+    def begin_epoch(self, epoch: int, skipped: Callable[[], Tensor]) -> dict[str, int]:
+        """Begins an epoch, or goes on in it where the checkpoint was written, without the ``skipped()`` rows.
 
         Returns:
             Arguments of ``Trainer._run_epoch`` that differ from those of the first epoch.
         """
         # The epoch before may have been ended early.
         position = max(self.batches.position, 0 if self.epochs is None else self.epochs.begin(epoch))
-        if self.batches.begin_at(position) | self.batches.skip_rows(rows):
+        if self.batches.begin_at(position, skipped):
             self.close()
         if self.epochs is None:
             return {}

@@ -25,8 +25,8 @@ from .transforms import PRESETS, Augmentation, augment
 if TYPE_CHECKING:
     import datasets
 
-# With on_bad_sample="skip", this many bad rows in succession mean that the dataset is broken, not just a few files.
-_MAX_TRIES = 100
+# With on_bad_sample="skip", this many bad pairs in succession mean that the dataset is broken, not just a few files.
+MAX_BAD = 100
 
 Source = TypeVar("Source", bound="PairSource")
 REPEATED = 0.01  # the share of repeated captions from which on they are worth a word
@@ -240,13 +240,13 @@ class ImageTextDataset(PairSource, ImageDataset):
         if self.on_bad_sample == "raise":
             return self._sample(row)
         candidate, replacements = row, self._random(row, "replacement", int(self._epoch))
-        for skipped in range(_MAX_TRIES):
+        for skipped in range(MAX_BAD):
             try:
                 return {**self._sample(candidate), "skipped": skipped}
             except BadSampleError as error:  # noqa: PERF203
                 last = error
                 candidate = replacements.randrange(len(self))
-        raise ValueError(f"All of {_MAX_TRIES} rows drawn one after another were bad. The last: {last}") from last
+        raise ValueError(f"All of {MAX_BAD} rows drawn one after another were bad. The last: {last}") from last
 
     def _sample(self, row: int) -> dict[str, Any]:
         value, encoded = self._read(row)

@@ -83,14 +83,12 @@ class TableRows(MicroBatches):
 
     # ---- What was consumed ----
 
-    def begin_at(self, position: int) -> bool:
-        before, self._consumed = self._consumed, position * self._share.micro_batches
-        return self._consumed != before
-
-    def skip_rows(self, rows: Callable[[], torch.Tensor]) -> bool:
-        before, self._pass = self._skipped_rows, (-1, torch.empty(0))
-        self._skipped_rows = rows() if self._shuffle else before
-        return not torch.equal(self._skipped_rows, before)
+    def begin_at(self, position: int, skipped: Callable[[], torch.Tensor]) -> bool:
+        consumed, rows = self._consumed, self._skipped_rows
+        self._consumed, self._pass = position * self._share.micro_batches, (-1, torch.empty(0))
+        if self._shuffle:
+            self._skipped_rows = skipped()
+        return self._consumed != consumed or not torch.equal(self._skipped_rows, rows)
 
     def counts(self) -> dict[str, int]:
         """``samples``: on rank 0 what all processes consumed since the run began, on other ranks 0."""

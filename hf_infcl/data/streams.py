@@ -36,7 +36,7 @@ from ..shards.opening import ReadError, content_tag, digest, find_shards, open_s
 from ..shards.readers import Columns, Sample, reader_of
 from .collator import DataCollator
 from .images import BadSampleError, decode_rgb
-from .pairs import PairSource, content_pair_id, usable_captions
+from .pairs import MAX_BAD, PairSource, content_pair_id, usable_captions
 from .store import KeyedItem
 from .transforms import Augmentation, augment
 
@@ -45,8 +45,6 @@ logger = logging.getLogger(__name__)
 _CURE = 'Repair or drop it, or leave such samples out with on_bad_sample="skip".'
 _SAMPLED, _SAMPLED_SHARDS = 256, 8  # of `sample_captions`
 VERSION = 1  # version of the order of samples and of the state in checkpoints
-# With on_bad_sample="skip": this many bad samples in succession mean a broken dataset, not a few broken files.
-_MAX_BAD = 100
 _DRAWS = 1024  # number of choices between the sources of a mixture that are drawn at a time
 
 # Reads the items of a micro-batch, of ascending numbers, and what `consume` has to know of it.
@@ -142,16 +140,16 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
         self.left_out = ""  # says which samples are
 
         self.shards: list[Shard] = []
-        groups: list[list[int]] = []
+        groups: list[range] = []
         for number, source in enumerate(sources):
             urls = find_shards(source, split=split, name=name)
             reader = reader_of(urls)(columns, urls)
             if not reader.has_lists and caption_column:
                 self._check_single()
-            groups.append(list(range(len(self.shards), len(self.shards) + len(urls))))
+            groups.append(range(len(self.shards), len(self.shards) + len(urls)))
             names = zip(urls, shard_names(urls), strict=True)
             self.shards += [Shard(url, f"{number}/{short}", reader) for url, short in names]
-        self.groups = groups if weights is not None else [list(range(len(self.shards)))]
+        self.groups = groups if weights is not None else [range(len(self.shards))]
 
     @property
     def optional_keys(self) -> set[str]:
@@ -219,16 +217,15 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
 
     def sample_captions(self, count: int) -> list[list[str]]:
         """The captions of up to 256 samples at the beginnings of eight shards, or fewer; bad samples are left out."""
-        if (column := self.caption_column) is None:
-            return []
-        shards = range(0, len(self.shards), -(-len(self.shards) // _SAMPLED_SHARDS))
-        of_each, samples = -(-min(count, _SAMPLED) // len(shards)), list[list[str]]()
+        found: list[list[str]] = []
+        shards = range(0, len(self.shards), math.ceil(len(self.shards) / _SAMPLED_SHARDS))
+        of_each = math.ceil(min(count, _SAMPLED) / len(shards))
         for shard in shards:
             with suppress(DamagedShardError, ReadError):  # which the training names
                 for _, key, sample in itertools.islice(self.shards[shard].samples(), of_each):
                     with suppress(BadSampleError), self._row(shard, key, sample) as row:
-                        samples.append(usable_captions(row[column]))
-        return [captions for captions in samples if captions]
+                        found.append(usable_captions(row[self.caption_column]))
+        return [captions for captions in found if captions]
 
     def batches(self, batch_size: int | Share, collate: DataCollator = list, **where: Any) -> StreamBatches:
         """The micro-batches of one process; see `StreamBatches` for the options."""
@@ -376,13 +373,14 @@ class MicroBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         """The global batches before the one to be read next, since the run began."""
         return self._consumed // self._share.micro_batches
 
-    def begin_at(self, position: int) -> bool:
-        """Goes to this global batch. Returns whether it is another than the one that follows the consumed ones."""
-        return False  # only a table has its rows at hand
+    def begin_at(self, position: int, skipped: Callable[[], Tensor]) -> bool:
+        """Goes to a global batch; a shuffled table from then on leaves out rows, ``skipped()`` [rows] bool or [0].
 
-    def skip_rows(self, rows: Callable[[], Tensor]) -> bool:
-        """Lets a shuffled table do without ``rows()``, [rows] bool or, for none, [0]. Returns whether it had others."""
-        return False  # other data has all its samples, and does not ask which ones to pass over
+        Returns:
+            Whether the batches that follow are others than before. Only a table, which has its rows at hand, goes
+            elsewhere.
+        """
+        return False
 
     def consume(self, tag: Mapping[str, object]) -> None:
         """Records that the batch with this tag was consumed."""
@@ -445,15 +443,15 @@ class StreamBatches(MicroBatches):
         collate: DataCollator = list,
         *,
         accumulation_steps: int = 1,
-        states: Sequence[Mapping[str, object]] = (),
+        states: Sequence[Mapping[str, Any]] = (),
         **where: Any,
     ) -> None:
         world_size = where.get("world_size", 1)
         share = Share(batch_size, accumulation_steps * world_size) if isinstance(batch_size, int) else batch_size
         super().__init__(share, collate, **where)
         self._stream = stream
-        checkpoint = _merged(states) if states else None
-        lanes = stream.lanes or (checkpoint["identity"]["lanes"] if checkpoint else world_size * self._workers)
+        before: Mapping[str, Any] = states[0] if states else {"identity": {}, "pieces": None}
+        lanes = stream.lanes or before["identity"].get("lanes", world_size * self._workers)
         self._order = SampleOrder(stream.seed, lanes, stream.shuffle_buffer, stream.open_shards)
         self._order.check_shares(world_size, self._workers)
         self._identity = {"version": VERSION, **self._share.identity, **asdict(self._order)}
@@ -462,13 +460,13 @@ class StreamBatches(MicroBatches):
             for weight, group in zip(stream.weights, stream.groups, strict=True)
         ]
         self._cursors: dict[int, dict[str, Any]] = {}  # by lane
-        if checkpoint is not None:
-            self._check_identity(checkpoint)
-            self._consumed = checkpoint["consumed"]
-            self._cursors = {int(lane): cursor for lane, cursor in checkpoint["lanes"].items()}
+        if states:
+            self._resume(states)
         # A checkpoint has the pieces of split shards, which take long to find. Whole shards are dealt anew.
-        split = checkpoint and checkpoint["pieces"]
-        self._pieces = [[Piece(*piece) for piece in group] for group in split or map(self._dealt, stream.groups)]
+        if before["pieces"] is None:
+            self._pieces = [self._dealt(group) for group in stream.groups]
+        else:
+            self._pieces = [[Piece(*piece) for piece in group] for group in before["pieces"]]
 
     # ---- What was consumed ----
 
@@ -507,17 +505,27 @@ class StreamBatches(MicroBatches):
         """The cursors of this process's lanes. Those of other lanes stay as they were in the checkpoint."""
         return {lane: at for lane, at in self._cursors.items() if lane % self._world_size == self._rank}
 
-    def _check_identity(self, checkpoint: Mapping[str, Any]) -> None:
-        if changed := was_and_is(dict.fromkeys(self._identity) | checkpoint["identity"], self._identity):
+    def _resume(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Goes on after the states of all processes of a checkpoint."""
+        consumed = states[0]["consumed"]
+        seen = sorted((state["rank"], state["world_size"], state["consumed"]) for state in states)
+        if seen != [(rank, len(states), consumed) for rank in range(len(states))]:
+            raise ValueError(
+                "The states of the stream are not those of all processes of one checkpoint: their (rank, processes, "
+                f"micro-batches) are {seen}."
+            )
+        if changed := was_and_is(dict.fromkeys(self._identity) | states[0]["identity"], self._identity):
             raise ValueError(
                 f"The stream cannot continue where the checkpoint ended, because its order has changed: {changed}. "
                 "Use the shards and options of the checkpoint, or start a new run from its model."
             )
-        if checkpoint["consumed"] % self._world_size:
+        if consumed % self._world_size:
             raise ValueError(
-                f"{checkpoint['consumed']} micro-batches were consumed at the checkpoint, which {self._world_size} "
-                "processes cannot have shared evenly. Use a number of processes that divides it."
+                f"{consumed} micro-batches were consumed at the checkpoint, which {self._world_size} processes cannot "
+                "have shared evenly. Use a number of processes that divides it."
             )
+        self._consumed = consumed
+        self._cursors = {int(lane): cursor for state in states for lane, cursor in state["lanes"].items()}
 
     # ---- Reading ----
 
@@ -583,23 +591,11 @@ class StreamBatches(MicroBatches):
                 if isinstance(sample, DamagedShardError):  # more than one sample is lost
                     logger.warning("%s", sample)
                 bad += 1
-                if bad == _MAX_BAD:
-                    raise ValueError(f"{_MAX_BAD} samples in succession were bad. The last: {error}") from error
+                if bad == MAX_BAD:
+                    raise ValueError(f"{MAX_BAD} samples in succession were bad. The last: {error}") from error
                 continue
             if stream.on_bad_sample == "skip":
                 item["skipped"] = bad
             skipped, bad, name = skipped + bad, 0, stream.shards[shard].name
             keyed = KeyedItem(item, sample_key(name, key), f"{name} {key}") if self._keyed else item
             yield keyed, passes, {"drawn": drawn + 1, "skipped": skipped, "sources": [*at]}
-
-
-def _merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The states of all processes of one checkpoint as one."""
-    first = states[0]
-    seen = [(state["rank"], state["world_size"], state["consumed"]) for state in states]
-    if sorted(seen) != [(rank, len(states), first["consumed"]) for rank in range(len(states))]:
-        raise ValueError(
-            "The states of the stream are not those of all processes of one checkpoint: their (rank, processes, "
-            f"micro-batches) are {sorted(seen)}."
-        )
-    return {**first, "lanes": {lane: cursor for state in states for lane, cursor in state["lanes"].items()}}
