@@ -50,7 +50,7 @@ from hf_infcl.cli.commands import PARSERS
 from hf_infcl.cli.datasets import training_set
 from hf_infcl.cli.launched import warn_of_bf16_on_cpu
 from hf_infcl.cli.parser import ELSEWHERE
-from hf_infcl.data.transforms import PRESETS
+from hf_infcl.data.pairs import PRESETS
 from hf_infcl.evaluation.metrics import metrics_of_kind
 from hf_infcl.files import hub as hub_files
 from hf_infcl.kernels import BACKENDS

@@ -10,20 +10,30 @@ import math
 import random
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
+import numpy as np
 import torch
+from PIL import Image
 
 from ..files.text import ON_BAD_SAMPLE, is_unicode, shortened
 from ..shards.readers import Columns, is_string
 from .images import BadSampleError, ImageDataset, usual_column
-from .transforms import PRESETS, Augmentation, augment
 
 if TYPE_CHECKING:
     import datasets
+
+# The name of a preset, or a function that takes an RGB image and the sample's generator and returns an image.
+Augmentation = str | Callable[[Image.Image, random.Random], Image.Image]
+
+PRESETS = ("none", "crop", "flip_crop")
+
+# The share of the image's area and the aspect ratio of a crop, as in OpenCLIP's training from scratch.
+_AREA = 0.9, 1.0
+_RATIO = 3 / 4, 4 / 3
 
 # With on_bad_sample="skip", this many bad pairs in succession mean that the dataset is broken, not just a few files.
 MAX_BAD = 100
@@ -41,7 +51,9 @@ class PairSource:
     image_column: Any  # a name; a stream may be without images or captions
     caption_column: Any
     _all_captions = False
-    _number: int | None = None
+    # The number of this set among those that are combined, or None. With it, items have a ``place``: the number, and
+    # that of the row or the names of shard and sample.
+    set_number: int | None = None
     _LACKS: ClassVar[str]  # what a message says of a sample without a part, "caption" or "pair id", in its column
 
     def _keep(
@@ -82,14 +94,6 @@ class PairSource:
                 "holds one string for each image. Name a column of lists of strings, or leave captions_per_image out."
             )
 
-    def name_places(self, number: int) -> None:
-        """Adds a ``place`` to the items: the number of this set, and that of the row or the names of shard and sample.
-
-        Args:
-            number: of this set among those that are combined.
-        """
-        self._number = number
-
     def plain(self: Source) -> Source:
         """A copy that leaves images as they are, and raises an error for a bad pair."""
         changed = copy.copy(self)
@@ -103,28 +107,44 @@ class PairSource:
         how = {"augmentation": self._augmentation, "min_side": self._min_side}
         return {name: getattr(self, name) for name in names} | how
 
-    def _draw_texts(self, values: Mapping[str, Any], sample: object, epoch: int) -> dict[str, Any]:
-        """The captions of an item, and its negative captions and pair id where a column has them.
+    @property
+    def optional_keys(self) -> set[str]:
+        """The keys of its items that not all datasets give."""
+        skips = self.on_bad_sample == "skip"
+        given = {"pair_id": skips or self.pair_id_column, "skipped": skips}
+        return {key for key, is_given in given.items() if is_given}
+
+    def _all_but_image(
+        self, values: Mapping[str, Any], sample: object, epoch: int, place: str, encoded: bytes | None
+    ) -> dict[str, Any]:
+        """An item without its image; ``encoded`` is the image's file, if it was read.
 
         Raises:
             ValueError: the sample has no caption or no pair id, or one that cannot be used.
         """
-        captions = usable_captions(values[self.caption_column])
-        if not captions:
-            raise ValueError(self._LACKS.format("caption", self.caption_column) + _which(values[self.caption_column]))
+        value = values[self.caption_column]
+        if not (captions := usable_captions(value)):
+            is_list = isinstance(value, str) and value.lstrip()[:1] == "["
+            unread = f", as {shortened(value)} cannot be read" if is_list else ""
+            raise ValueError(self._LACKS.format("caption", self.caption_column) + unread)
+        drawn = captions
         if not self._all_captions:
-            captions = draw_captions(captions, self.captions_per_image, self._random(sample, "caption", epoch))
-        texts: dict[str, Any] = {"caption": captions}
+            drawn = draw_captions(captions, self.captions_per_image, self._random(sample, "caption", epoch))
+        item: dict[str, Any] = {"caption": drawn}
         if self.negative_caption_column:
             negatives = usable_captions(values[self.negative_caption_column])
-            texts["negative_captions"] = draw_captions(negatives, 1, self._random(sample, "negative caption", epoch))
+            item["negative_captions"] = draw_captions(negatives, 1, self._random(sample, "negative caption", epoch))
         if self.pair_id_column == self.caption_column:
-            texts["pair_id"] = caption_pair_id(captions[0])
+            item["pair_id"] = caption_pair_id(drawn[0])
         elif self.pair_id_column:
             if (pair_id := values[self.pair_id_column]) is None:
                 raise ValueError(self._LACKS.format("pair id", self.pair_id_column))
-            texts["pair_id"] = as_pair_id(pair_id)
-        return texts
+            item["pair_id"] = as_pair_id(pair_id)
+        elif encoded is not None and "pair_id" in self.optional_keys:
+            item["pair_id"] = content_pair_id(encoded, captions)
+        if self.set_number is not None:
+            item["place"] = (self.set_number, place)
+        return item
 
     def _random(self, sample: object, purpose: str, epoch: int) -> random.Random:
         return random.Random(self._seed_for(sample, purpose, epoch))  # seeded with the SHA-512 of the text
@@ -250,37 +270,27 @@ class ImageTextDataset(PairSource, ImageDataset):
 
     def _sample(self, row: int) -> dict[str, Any]:
         value, encoded = self._read(row)
-        item = self._text(row, value)
-        if self.on_bad_sample == "skip" and not self.pair_id_column:
-            item["pair_id"] = content_pair_id(encoded, usable_captions(value[self.caption_column]))
+        item = self._text(row, value, encoded)
         image = self._decoded(row, encoded)
         return augment(image, self._augmentation, self._seed_for(row, "augmentation", int(self._epoch))) | item
 
     def without_image(self, row: int) -> dict[str, Any]:
         """The item of a row without its image, which is not read."""
-        return self._text(row, (self.table if self.pair_id_column == self.image_column else self._texts)[row])
-
-    def _text(self, row: int, value: dict[str, Any]) -> dict[str, Any]:
+        value = (self.table if self.pair_id_column == self.image_column else self._texts)[row]
         self._check_errors(row, value)
+        return self._text(row, value)
+
+    def _text(self, row: int, value: dict[str, Any], encoded: bytes | None = None) -> dict[str, Any]:
         if self.pair_id_column == self.image_column and (image := value[self.image_column]) is not None:
             value = {**value, self.image_column: image["path"] if image["bytes"] is None else _hash(image["bytes"])}
         try:
-            item = self._draw_texts(value, row, int(self._epoch))
+            return self._all_but_image(value, row, int(self._epoch), str(self.number(row)), encoded)
         except ValueError as error:
             raise self._bad_sample(row, str(error)) from error
-        if self._number is not None:
-            item["place"] = (self._number, str(self.number(row)))
-        return item
 
     @property
     def options(self) -> dict[str, Any]:
         return {**super().options, "seed": self.seed, "all_captions": self._all_captions}
-
-    @property
-    def optional_keys(self) -> set[str]:
-        """The keys of its items that not all datasets give."""
-        skips = self.on_bad_sample == "skip"
-        return {*(["pair_id"] if skips or self.pair_id_column else []), *(["skipped"] if skips else [])}
 
     def content_fingerprint(self) -> str:
         """A fingerprint of the captions and pair ids of up to 64 rows, which tells datasets of equal length apart."""
@@ -315,11 +325,6 @@ def usable_captions(value: str | list[str | None] | None) -> list[str]:
         raise ValueError(f"the caption {shortened(value)} is neither a string nor a list of strings")
     visible = [text for text in captions if text and any(one.isprintable() and one != " " for one in text)]
     return [*filter(is_unicode, visible)]
-
-
-def _which(value: object) -> str:
-    """The part of a message about a text that begins as a list and has no usable caption."""
-    return f", as {shortened(value)} cannot be read" if isinstance(value, str) and value.lstrip()[:1] == "[" else ""
 
 
 _STRING = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
@@ -385,3 +390,37 @@ def content_pair_id(encoded: bytes, captions: list[str]) -> int:
 
 def _hash(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big", signed=True)
+
+
+def augment(image: np.ndarray, augmentation: Augmentation, seed: str) -> dict[str, Any]:
+    """Augments one image, uint8 [H, W, 3], by an ``augmentation`` as in `ImageTextDataset`.
+
+    Args:
+        seed: the seed of this sample in this epoch. The augmentation depends only on the seed and the image's size.
+
+    Returns:
+        The entries of an item: ``image`` and, if a preset cropped it, ``cropped``, which is True.
+    """
+    if augmentation == "none":
+        return {"image": image}
+    rng = random.Random(seed)  # seeded with the SHA-512 of the text
+    if callable(augmentation):
+        return {"image": augmentation(Image.fromarray(image), rng)}
+    top, left, height, width = _random_box(image.shape[0], image.shape[1], rng)
+    image = image[top : top + height, left : left + width]
+    if augmentation == "flip_crop" and rng.random() < 0.5:
+        image = image[:, ::-1]
+    return {"image": np.ascontiguousarray(image), "cropped": True}
+
+
+def _random_box(height: int, width: int, rng: random.Random) -> tuple[int, int, int, int]:
+    """Top, left, height and width of a crop that fits into the image."""
+    for _ in range(10):
+        area = height * width * rng.uniform(*_AREA)
+        ratio = math.exp(rng.uniform(math.log(_RATIO[0]), math.log(_RATIO[1])))
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            return rng.randint(0, height - h), rng.randint(0, width - w), h, w
+    # The image is much wider or higher than the ratios allow: take the largest box in its center within the ratios.
+    w, h = min(width, round(height * _RATIO[1])), min(height, round(width / _RATIO[0]))
+    return (height - h) // 2, (width - w) // 2, h, w

@@ -36,9 +36,8 @@ from ..shards.opening import ReadError, content_tag, digest, find_shards, open_s
 from ..shards.readers import Columns, Sample, reader_of
 from .collator import DataCollator
 from .images import BadSampleError, decode_rgb
-from .pairs import MAX_BAD, PairSource, content_pair_id, usable_captions
+from .pairs import MAX_BAD, Augmentation, PairSource, augment, usable_captions
 from .store import KeyedItem
-from .transforms import Augmentation, augment
 
 logger = logging.getLogger(__name__)
 
@@ -153,8 +152,7 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
 
     @property
     def optional_keys(self) -> set[str]:
-        """As `ImageTextDataset.optional_keys`."""
-        return {"pair_id", *(["skipped"] if self.on_bad_sample == "skip" else [])}
+        return super().optional_keys | {"pair_id"}
 
     def content_fingerprint(self) -> str:
         """The number of shards, and a fingerprint of the sizes of local ones and the revisions of those on the Hub."""
@@ -241,11 +239,8 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
         with self._row(shard, key, sample) as row:
             if self.image_column is None or self.caption_column is None:
                 raise ValueError("it is read without its image or its captions")
-            encoded, item = self._encoded(shard, row), self._draw_texts(row, name, passes)
-            if self.pair_id_column is None:
-                item["pair_id"] = content_pair_id(encoded, usable_captions(row[self.caption_column]))
-            if self._number is not None:
-                item["place"] = (self._number, self.place(shard, key))
+            encoded = self._encoded(shard, row)
+            item = self._all_but_image(row, name, passes, self.place(shard, key), encoded)
             image = decode_rgb(encoded, self._min_side)
             return augment(image, self._augmentation, self._seed_for(name, "augmentation", passes)) | item
 

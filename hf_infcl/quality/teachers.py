@@ -120,7 +120,7 @@ class StoredTeacher:
             if args.process_index == 0:
                 logger.warning(f"{without} have no teacher embedding; they get the contrastive loss only.")
         for number, one in enumerate(sets):
-            one.part.name_places(number)
+            one.part.set_number = number
         # By the number of each set, its embeddings, and the beginnings of the places of samples that have changed.
         self._sets = {n: (one.stored, one.changed()) for n, one in enumerate(sets) if one.stored is not None}
         record, self.width = opened[0].record, opened[0].width

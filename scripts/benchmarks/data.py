@@ -109,7 +109,7 @@ def open_clip_transforms() -> tuple[dict[str, Callable[[Image.Image], torch.Tens
 def _random_crop_with_pil(picture: Image.Image) -> torch.Tensor:
     from random import Random
 
-    from hf_infcl.data.transforms import _random_box
+    from hf_infcl.data.pairs import _random_box
 
     top, left, height, width = _random_box(picture.height, picture.width, Random())
     cropped = picture.crop((left, top, left + width, top + height))
