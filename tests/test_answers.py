@@ -70,8 +70,8 @@ def check(links: list[tuple[str, str]]) -> None:
 def test_what_is_to_be_written_is_accepted(name):
     words = shlex.split(ANSWERS[name].write.strip("`").replace("torchrun --nproc_per_node 8 -m hf_infcl ...", ""))
     given = ["--dataset", "my/images", "--eval_dataset", "my/images", "--model", "my/clip", "--output_dir", "out"]
-    namespace, known = PARSERS["train"]().read([*words, *given])
-    assert {word[2:] for word in words if word.startswith("--")} <= known
+    namespace = (parser := PARSERS["train"]()).read([*words, *given])
+    assert {word[2:] for word in words if word.startswith("--")} <= parser.given
     assert namespace.output_dir == "out"
 
 

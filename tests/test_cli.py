@@ -699,8 +699,8 @@ def test_a_card_tells_what_the_training_used_and_loads_from_where_it_was_pushed(
     ],
 )
 def test_what_was_not_said_is_chosen_for_few_large_steps(words, expected):
-    namespace, given = PARSERS["train"]().read(["--model", "m", "--dataset", "d", *words.split()])
-    vars(namespace).update(defaults.intervals(namespace, given))
+    namespace = (reader := PARSERS["train"]()).read(["--model", "m", "--dataset", "d", *words.split()])
+    vars(namespace).update(defaults.intervals(namespace, reader.given))
     assert {name: getattr(namespace, name) for name in expected} == expected
 
 
@@ -732,20 +732,20 @@ def test_chosen_intervals_are_told_in_steps():
 def test_a_rate_that_trains_nothing_or_destroys_the_model_is_told(tmp_path, rate, told):
     words = ["--model", "m", "--dataset", "d", "--learning_rate", *rate.split(), "--use_cpu", "--report_to", "none"]
     reader = PARSERS["train"]()
-    args = reader.build(reader.read([*words, "--output_dir", str(tmp_path)])[0])[-1]
+    args = reader.build(reader.read([*words, "--output_dir", str(tmp_path)]))[-1]
     said = doubtful_rate(args)
     assert told in said if told else not said
 
 
 def test_the_best_checkpoint_is_chosen_by_what_is_measured():
     for option in ("--save_strategy best", "--lr_scheduler_type reduce_lr_on_plateau", ""):
-        namespace, _ = PARSERS["train"]().read(
+        namespace = PARSERS["train"]().read(
             f"--model m --dataset d --zero_shot_dataset z {option} --metric_for_best_model loss".split()
         )
         with pytest.raises(ValueError, match=r"must be one of zero_shot_acc1, .* got 'loss'"):
             defaults.check_best_metric(namespace)
     words = "--model m --dataset d --zero_shot_dataset z --load_best_model_at_end --metric_for_best_model"
-    namespace, _ = PARSERS["train"]().read([*words.split(), "eval_zero_shot_acc5"])
+    namespace = PARSERS["train"]().read([*words.split(), "eval_zero_shot_acc5"])
     defaults.check_best_metric(namespace)
     rows = datasets.Dataset.from_dict({"image": ["a.png"], "label": [0]})
     few, enough = (ZeroShotDataset(rows, class_names=list("abcde"[:count])) for count in (4, 5))
@@ -754,11 +754,11 @@ def test_the_best_checkpoint_is_chosen_by_what_is_measured():
     with pytest.raises(ValueError, match="one of zero_shot_acc1, zero_shot_mean_per_class_recall, got"):
         best_metric.check_metric_of_training(namespace, {"zero_shot": few})
     guarded = words.replace("--zero_shot_dataset z", "--guard_dataset old/pairs others/pairs").split()
-    namespace, _ = PARSERS["train"]().read([*guarded, "guard2_others_pairs_loss"])
+    namespace = PARSERS["train"]().read([*guarded, "guard2_others_pairs_loss"])
     defaults.check_best_metric(namespace)
-    namespace, _ = PARSERS["train"]().read([*guarded, "guard1_old_pairs_acc1"])
+    namespace = PARSERS["train"]().read([*guarded, "guard1_old_pairs_acc1"])
     defaults.check_best_metric(namespace)  # it may be a folder of classes
-    namespace, _ = PARSERS["train"]().read([*guarded, "guard3_others_pairs_loss"])
+    namespace = PARSERS["train"]().read([*guarded, "guard3_others_pairs_loss"])
     with pytest.raises(ValueError, match="one of guard1_old_pairs_loss, guard1_old_pairs_image_retrieval_recall@1, "):
         defaults.check_best_metric(namespace)
 
@@ -800,7 +800,7 @@ accelerator_config: {{dispatch_batches: false, gradient_accumulation_kwargs: nul
     (tmp_path / f"c.{kind}").write_text(content)
     words = [str(tmp_path / f"c.{kind}"), "--max_steps", "9", "--split", "s"]
     reader = PARSERS["train"]()
-    namespace, given = reader.read(words)
+    namespace = reader.read(words)
     model, _, data, columns, evaluation, _, args = reader.build(namespace)
     assert (model.model, data.dataset, data.split, columns.pair_id_column) == ("m", ["d"], "s", None)
     assert evaluation.templates == ["a {}", "-b: {}"]
@@ -812,8 +812,8 @@ accelerator_config: {{dispatch_batches: false, gradient_accumulation_kwargs: nul
     assert args.report_to == ["tensorboard", "wandb"]
     assert args.lr_scheduler_kwargs == {"min_lr": 1e-6}
     assert args.accelerator_config.dispatch_batches is False
-    assert {"freeze", "split", "max_steps"} <= given
-    assert "seed" not in given
+    assert {"freeze", "split", "max_steps"} <= reader.given
+    assert "seed" not in reader.given
 
 
 class QuotedText(yaml.SafeDumper):
@@ -855,8 +855,8 @@ def test_any_value_comes_out_of_a_file_as_it_went_in(tmp_path_factory, kind, val
         path.write_text(json.dumps(everything), encoding="utf-8")
     else:
         path.write_text(yaml.dump(everything, Dumper=QuotedText, default_flow_style=flow, allow_unicode=True), "utf-8")
-    namespace, given = parser().read([str(path)])
-    assert given == everything.keys()
+    namespace = parser().read([str(path)])
+    assert parser().given == everything.keys()
     for name, value in values.items():
         assert getattr(namespace, name) == value
         assert type(getattr(namespace, name)) is type(value)
@@ -1045,14 +1045,14 @@ def test_options_of_another_release_are_accepted(monkeypatch, tmp_path, capsys):
         patched.setattr(parsing, "of_transformers", lambda: lacking)
         patched.setattr(parsing, "release_of_file", lambda: "0.0")
         reader = PARSERS["train"]()
-        namespace, given = reader.read([*words, "--seed", "7"])
-        assert "seed" in given
-        assert reader.build(namespace, given)[-1].seed == 7
+        namespace = reader.read([*words, "--seed", "7"])
+        assert "seed" in reader.given
+        assert reader.build(namespace)[-1].seed == 7
     added = make_dataclass("Options", [("gone", int, field(default=1, metadata={"help": ""}))], bases=(lacking,))
     monkeypatch.setattr(parsing, "of_transformers", lambda: added)
     reader = PARSERS["train"]()
     with pytest.raises(SystemExit):
-        reader.build(*reader.read([*words, "--gone", "2"]))
+        reader.build(reader.read([*words, "--gone", "2"]))
     assert "has no option gone" in capsys.readouterr().err
 
 

@@ -98,13 +98,13 @@ def test_a_metric_that_is_not_measured_is_refused_before_the_first_step(tmp_path
 
 def test_the_command_keeps_the_best_model_of_a_training_that_may_end_early():
     words = ["--model", "m", "--dataset", "d", "--eval_dataset", "e", "--early_stopping_patience", "2"]
-    namespace, given = PARSERS["train"]().read(words)
-    chosen = defaults.intervals(namespace, given)
+    reader = PARSERS["train"]()
+    chosen = defaults.intervals(reader.read(words), reader.given)
     assert chosen["load_best_model_at_end"] is True
     assert chosen["metric_for_best_model"] == "pairs_loss"
-    namespace, given = PARSERS["train"]().read([*words, "--load_best_model_at_end", "false"])
-    assert "load_best_model_at_end" not in defaults.intervals(namespace, given)
-    namespace, given = PARSERS["train"]().read([*words, "--metric_for_best_model", "pairs_acc1"])
+    namespace = reader.read([*words, "--load_best_model_at_end", "false"])
+    assert "load_best_model_at_end" not in defaults.intervals(namespace, reader.given)
+    namespace = reader.read([*words, "--metric_for_best_model", "pairs_acc1"])
     with pytest.raises(ValueError, match="got 'pairs_acc1'"):
         defaults.check_best_metric(namespace)
 

@@ -131,8 +131,8 @@ def test_any_value_comes_out_of_the_command_line_as_it_went_in(values, order):
         else:  # after "=" a value may begin with a dash
             groups.append([f"--{name}={value}"])
     order.shuffle(groups)
-    namespace, given_names = parser().read([word for group in groups for word in group])
-    assert given_names == {"model", "dataset", *values}
+    namespace = parser().read([word for group in groups for word in group])
+    assert parser().given == {"model", "dataset", *values}
     for name, value in values.items():
         assert getattr(namespace, name) == value
         assert type(getattr(namespace, name)) is type(value)

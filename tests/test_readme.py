@@ -50,8 +50,8 @@ def test_there_are_commands_of_all_kinds():
 @pytest.mark.parametrize("line", commands())
 def test_every_option_of_a_command_is_known(line):
     _, command, *words = shlex.split(line)
-    namespace, given = PARSERS[command]().read(words)
-    assert {word[2:] for word in words if word.startswith("--")} <= given
+    namespace = (reader := PARSERS[command]()).read(words)
+    assert {word[2:] for word in words if word.startswith("--")} <= reader.given
     assert namespace.output_dir
 
 

@@ -92,8 +92,7 @@ def built(command: str, *words: Any) -> InfCLTrainingArguments:
     """The arguments of a command, as it builds them."""
     parser = PARSERS[command]()
     assert isinstance(parser, Parser)
-    namespace, given = parser.read([str(word) for word in words])
-    args = parser.build(namespace, given, computes=command == "train")[-1]
+    args = parser.build(parser.read([str(word) for word in words]))[-1]
     assert isinstance(args, InfCLTrainingArguments)
     return args
 

@@ -101,14 +101,14 @@ def test_a_file_of_options_names_sets_by_texts_and_mappings(tmp_path):
         "replay_dataset": {"path": "i", "streaming": True},
     }
     (tmp_path / "a.yaml").write_text(yaml.safe_dump(file))
-    namespace, given = commands.PARSERS["train"]().read([str(tmp_path / "a.yaml")])
+    namespace = (parser := commands.PARSERS["train"]()).read([str(tmp_path / "a.yaml")])
     sets = {role: read_sets(role, getattr(namespace, role)) for role in STATED if role != "data"}
     assert sets["dataset"] == [SetSpec("a", "dataset", split="b")]
     assert sets["eval_dataset"] == [SetSpec("c", split="d")]
     assert [(one.path, one.class_names) for one in sets["guard_dataset"]] == [("e", None), ("f", ["g", "h"])]
     assert sets["replay_dataset"] == [SetSpec("i", "replay_dataset", streaming=True)]
     assert sets["zero_shot_dataset"] == []
-    assert {"dataset", "eval_dataset", "guard_dataset"} <= given
+    assert {"dataset", "eval_dataset", "guard_dataset"} <= parser.given
 
 
 @pytest.fixture

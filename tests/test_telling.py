@@ -185,13 +185,13 @@ def test_the_workers_of_a_recipe_fit_the_machine(monkeypatch, capfd, processes, 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
     words = ["--recipe", "lora", *(["--streaming"] if streaming else [])]
     reader = PARSERS["train"]()
-    options, _ = reader.read(words)
+    options = reader.read(words)
     fit_workers(options, reader.file_of("dataloader_num_workers"))
     assert options.dataloader_num_workers == used
     said = capfd.readouterr().err
     assert told in said
     assert said.count("\n") == 1
-    options, _ = (typing := PARSERS["train"]()).read([*words, "--dataloader_num_workers", "8"])
+    options = (typing := PARSERS["train"]()).read([*words, "--dataloader_num_workers", "8"])
     fit_workers(options, typing.file_of("dataloader_num_workers"))
     assert options.dataloader_num_workers == 8
     assert "Pass " in capfd.readouterr().err

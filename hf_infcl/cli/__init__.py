@@ -9,8 +9,8 @@ import re
 import select
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 
 from .. import __version__
 from ..options.declaring import documented
@@ -23,14 +23,29 @@ PACKAGES = (
 
 
 def main(command: str | None = None, words: Sequence[str] | None = None) -> None:
-    """Runs one of `PARSERS` with the words of its command line; by default, as the words of this process say."""
+    """Runs one of `PARSERS` with the words of its command line; by default, as the words of this process say.
+
+    It ends without a traceback if the reader of its output has ended, as in ``infcl ... | head``. This is the recipe of
+    https://docs.python.org/3/library/signal.html#note-on-sigpipe, for both outputs.
+    """
     try:
-        with _quiet_without_reader():
+        try:
             _run(command, list(sys.argv[1:] if words is None else words))
+        except SystemExit:
+            sys.stdout.flush()  # an error within Python's clean-up at exit would be printed
+            raise
+        sys.stdout.flush()
     except KeyboardInterrupt:  # outside of a training, which would save a checkpoint first
         if os.environ.get("RANK", "0") == "0":
             print("\ninfcl: ended by Ctrl-C", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
+    except BrokenPipeError:
+        outputs = [number for number in (1, 2) if not _has_reader(number)]
+        if not outputs:
+            raise  # it was another pipe, such as that of a worker
+        for number in outputs:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+        sys.exit(1)
 
 
 def _run(command: str | None, words: list[str]) -> None:
@@ -45,45 +60,24 @@ def _run(command: str | None, words: list[str]) -> None:
         )
         parser.add_argument("command", choices=PARSERS, nargs="?", metavar="COMMAND", help=", ".join(PARSERS))
         parser.add_argument("--version", action="store_true", help="print the versions that a bug report needs")
-        namespace, (command, *words) = parser.parse_args(words[:1]), words or [""]
+        namespace = parser.parse_args(words[:1])
         if namespace.version:
             print(versions())
             parser.exit()
-        if not command:
+        if namespace.command is None:
             parser.print_help()
             parser.exit(2)
+        command, words = namespace.command, words[1:]
     if command not in PARSERS:
         raise ValueError(f"The command must be one of {', '.join(PARSERS)}, got {command!r}.")
     reader = PARSERS[command]()
-    namespace, user_options = reader.read(words)
+    namespace = reader.read(words)
     # Imported here, because importing torch takes seconds, and neither `--help` nor a mistyped option needs it.
     from .. import trainer as training  # noqa: F401  # first, as its error names a torchvision that does not fit
     from .launched import run
 
     place = command if command in ("check", "train") else "embeddings" if command in ("embed", "score") else "models"
-    run(getattr(importlib.import_module(f".{place}", __name__), command), reader, namespace, user_options)
-
-
-@contextmanager
-def _quiet_without_reader() -> Iterator[None]:
-    """Ends the program without a traceback if the reader of its output has ended, as in ``infcl ... | head``.
-
-    This is the recipe of https://docs.python.org/3/library/signal.html#note-on-sigpipe, for both outputs.
-    """
-    try:
-        try:
-            yield
-        except SystemExit:
-            sys.stdout.flush()  # an error within Python's clean-up at exit would be printed
-            raise
-        sys.stdout.flush()
-    except BrokenPipeError:
-        outputs = [number for number in (1, 2) if not _has_reader(number)]
-        if not outputs:
-            raise  # it was another pipe, such as that of a worker
-        for number in outputs:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-        sys.exit(1)
+    run(getattr(importlib.import_module(f".{place}", __name__), command), reader, namespace)
 
 
 def _has_reader(descriptor: int) -> bool:

@@ -29,16 +29,16 @@ FINDINGS_FILE = "_check.json"  # in --output_dir; a push leaves out what begins 
 SAMPLES, SHORT_SAMPLES = 10_000, 256  # pairs that are read by `infcl check`, and before a training
 
 
-def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:
+def check(parser: Parser, namespace: argparse.Namespace) -> None:
     """Prints what is wrong with all sets, and writes it with all rows into --output_dir, if named."""
-    options, of_model, _, data, columns, evaluation, keep, args = parser.build(namespace, user_options, computes=False)
+    options, of_model, _, data, columns, evaluation, keep, args = parser.build(namespace)
     if args.world_size > 1:
         parser.error("The check reads with the workers of one process. Start it without a launcher.")
     samples = None if options.all else SAMPLES if data.check_samples is None else data.check_samples
     if samples == 0:
         parser.error("--check_samples must be at least 1, got 0.")
-    is_written = "output_dir" in user_options and ("output_dir" in parser.typed or not namespace.recipe)
-    how: Any = {"workers": args.dataloader_num_workers if "dataloader_num_workers" in user_options else cores()}
+    is_written = "output_dir" in parser.given and ("output_dir" in parser.typed or not namespace.recipe)
+    how: Any = {"workers": args.dataloader_num_workers if "dataloader_num_workers" in parser.given else cores()}
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         check_embedded(args.teacher_embeddings, parser.words)
         config, processor = load_readers(of_model.model, of_model.open_clip_model, of_model.tokenizer)

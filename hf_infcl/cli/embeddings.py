@@ -52,7 +52,7 @@ from .parser import Parser
 _OF_FILE = {"bf16", "use_cpu", "per_device_eval_batch_size", "dataloader_num_workers", "seed", "data_seed"}
 
 
-def embed(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:
+def embed(parser: Parser, namespace: argparse.Namespace) -> None:
     """Embeds the data, and prints what was written."""
     if namespace.data is None:
         if namespace.dataset is None:
@@ -73,7 +73,7 @@ def embed(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
             sources = {f"replay_dataset_{n}" if n else "dataset": source_of_training(part) for n, part in parts}
         else:
             spec = SetSpec.read("data", namespace.data)
-            sources = {"": make_source(spec, data, columns, options.key_column, user_options | spec.columns.keys())}
+            sources = {"": make_source(spec, data, columns, options.key_column, parser.given | spec.columns.keys())}
         model, processor, conversion = load(namespace.encoder)
         trainer = InfCLTrainer(model.eval(), args, processing_class=processor)
         of = {f"--{name}" if name else namespace.data: " and ".join(s.kinds) for name, s in sources.items()}
@@ -351,7 +351,7 @@ def file_names(dataset: ImageTextDataset, keys: np.ndarray) -> list[str]:
     return names
 
 
-def score(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:
+def score(parser: Parser, namespace: argparse.Namespace) -> None:
     """Scores the pairs, and tells how many are wrong."""
     options, columns, args = parser.build(namespace)
     with mistakes_in_one_line(parser.prog, of_libraries=True):

@@ -65,13 +65,13 @@ def _raised_here_in_a_worker(error: Exception) -> str | None:
 
 
 @record  # so the launcher's last lines are the error of the process that failed first
-def run(command: Callable[..., None], parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:
+def run(command: Callable[..., None], parser: Parser, namespace: argparse.Namespace) -> None:
     """Runs a command with the options that its parser has read."""
     warn_once()
     with mistakes_in_one_line(parser.prog, of_libraries=False):
         fit_workers(namespace, parser.file_of("dataloader_num_workers"))
         warn_of_bf16_on_cpu(namespace, parser.file_of("bf16"))
-        command(parser, namespace, user_options)
+        command(parser, namespace)
 
 
 # Their warnings are of what one process alone has met: its shards, its samples and its signals.

@@ -57,7 +57,7 @@ def other_loss(trainer: InfCLTrainer, model: str, pairs: object) -> Iterator[str
             yield f"In the training, transparency of images was {before}. Here it is {now}: transparent images change."
 
 
-def evaluate(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:
+def evaluate(parser: Parser, namespace: argparse.Namespace) -> None:
     """Measures a checkpoint, or several and their differences; writes the results into --output_dir."""
     if not (namespace.eval_dataset or namespace.zero_shot_dataset or namespace.eval_benchmark):
         parser.error("There is nothing to measure. Pass --eval_dataset, --zero_shot_dataset or --benchmark.")
@@ -65,7 +65,7 @@ def evaluate(parser: Parser, namespace: argparse.Namespace, user_options: set[st
     names: list[str] = namespace.model
     if len(widths) not in (1, len(names)):
         parser.error(f"--dims takes one number for all models, or one for each of {len(names)}, got {widths}.")
-    if len(names) > 1 and (own := [name for name in OF_ONE_MODEL if name in user_options]):
+    if len(names) > 1 and (own := [name for name in OF_ONE_MODEL if name in parser.given]):
         parser.error(f"--{own[0]} is of one model, and --model names {len(names)}. Evaluate each alone, or drop it.")
     models = []
     for name, namespace.dims in zip(names, widths * len(names), strict=False):
@@ -144,7 +144,7 @@ def _write_differences(models: Sequence[tuple[str, Any]], found: Sequence[dict[s
     print(f"The results were written to {path}.")
 
 
-def average(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:
+def average(parser: Parser, namespace: argparse.Namespace) -> None:
     """Writes the averaged model and, with sets to measure it on, the results of all averages."""
     _, columns, evaluation, guards, args = parser.build(namespace)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
@@ -204,14 +204,14 @@ def _check_output_dir(output_dir: str | None, start: str, end: str) -> None:
         raise ValueError(f"--output_dir {output_dir} already holds a model. Choose another --output_dir.")
 
 
-def convert(parser: argparse.ArgumentParser, namespace: argparse.Namespace, user_options: set[str]) -> None:
+def convert(parser: argparse.ArgumentParser, namespace: argparse.Namespace) -> None:
     """Converts, and prints what was written and how it compares."""
     with mistakes_in_one_line(parser.prog, of_libraries=True), full_disk_explained(Path(namespace.target), "again"):
         for sentence in converted(**vars(namespace)):
             print(sentence)
 
 
-def card(parser: argparse.ArgumentParser, namespace: argparse.Namespace, user_options: set[str]) -> None:
+def card(parser: argparse.ArgumentParser, namespace: argparse.Namespace) -> None:
     """Writes the card, and the curves if the folder has the log of the training."""
     folder = Path(namespace.folder)
     facts, log = TrainingFacts.load(folder), folder / TRAINER_STATE_NAME

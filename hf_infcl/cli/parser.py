@@ -15,7 +15,7 @@ import sys
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, make_dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ClassVar, NoReturn
@@ -136,15 +136,16 @@ class Parser(HfArgumentParser):
 
     def __init__(self) -> None:
         description, helps = documented(type(self))
+        self.command = type(self).__name__.lower()
         self._recipes = DataOptions in self.reads  # whether --recipe may name one of `RECIPES`, as in a training
         names = {name: f"[{name.upper()}]" if name in self.optional else name.upper() for name in self.positionals}
         self._meanings = {shown: helps.get(name, "") for name, shown in names.items()}
         self._of_training = (ContrastiveOptions, of_transformers()) if self.shown else ()
-        self._declared = (*self.reads, *self._of_training)
+        self._kinds: dict[str, set[Any]] = {}  # the kinds of values that each option takes
         file = ["[FILE.yaml or FILE.json]"] if self.shown else []
         super().__init__(
-            typing.cast(Any, self._declared),
-            prog=f"infcl {type(self).__name__.lower()}",
+            typing.cast(Any, (*self.reads, *self._of_training)),
+            prog=f"infcl {self.command}",
             usage=" ".join(["%(prog)s", *file, *self._meanings, "[--NAME VALUE ...]"]),
             description=description,
             formatter_class=partial(Help, max_help_position=34),
@@ -162,6 +163,7 @@ class Parser(HfArgumentParser):
         self._file = ""  # the name of the file of options, and the names of the options that only it sets
         self._of_file: set[str] = set()
         self.typed: set[str] = set()  # those on the command line
+        self.given: set[str] = set()  # those that the user has set, in either place
         self.chosen: dict[str, Any] = {}  # what `intervals` has chosen for a training
         for action in self._actions:
             action.required = action.required and action.dest not in self.optional
@@ -201,12 +203,8 @@ class Parser(HfArgumentParser):
         print_error(self.prog, message)
         sys.exit(2)
 
-    def read(self, words: Sequence[str]) -> tuple[argparse.Namespace, set[str]]:
-        """Reads the command line, whose first word may be a YAML or JSON file of options, unless it names a recipe.
-
-        Returns:
-            All options, and the names of the options that the user has set.
-        """
+    def read(self, words: Sequence[str]) -> argparse.Namespace:
+        """All options of the command line, whose first word may be a YAML or JSON file of options without --recipe."""
         self.words = list(words)
         if {"-h", "--help"} & set(self.words):
             if self.shown and self.words[-1] != "all":
@@ -219,7 +217,7 @@ class Parser(HfArgumentParser):
             if file is not None:
                 self._file, values = file.name, self._read_file(file)
             self.typed = {self._known(_name(word)) for word in words if re.match("--(?!help(=|$))[^-]", word)}
-            self._of_file = values.keys() - self.typed
+            self._of_file, self.given = values.keys() - self.typed, values.keys() | self.typed
         except (OSError, ValueError) as error:
             self.error(str(error))
         for action in self._actions:
@@ -235,7 +233,7 @@ class Parser(HfArgumentParser):
                     f"--{option} has no effect with {other}={getattr(namespace, other)} of {self._file}. Pass "
                     f"--{other} as well."
                 )
-        return namespace, self.typed | self._of_file
+        return namespace
 
     def file_of(self, name: str) -> str:
         """The name of the file that sets an option which the command line does not; empty if none does."""
@@ -247,19 +245,14 @@ class Parser(HfArgumentParser):
             if name not in kept or (name in self._of_file and name not in of_file):
                 setattr(namespace, name, self.get_default(name))
 
-    def build(
-        self, namespace: argparse.Namespace, user_options: set[str] | None = None, *, computes: bool = True
-    ) -> tuple[Any, ...]:
+    def build(self, namespace: argparse.Namespace) -> tuple[Any, ...]:
         """The dataclasses, then InfCLTrainingArguments; an option that one of them refuses ends the program.
 
-        Args:
-            namespace: all options.
-            user_options: for a training: the names of the options that the user has set. `intervals` chooses the rest.
-            computes: whether anything is trained or evaluated. If not, options that only concern the machine that does
-                so have no effect.
+        Of a training, `intervals` chooses what the user has not set. The check of one computes nothing: options that
+        only concern the machine that computes have no effect there.
         """
         try:
-            return self._built(namespace, user_options, computes)
+            return self._built(namespace)
         except (OSError, TypeError, ValueError) as error:  # a TypeError of a mapping such as accelerator_config
             named = [name for name in sorted(self._of_file) if re.search(rf"\b{name}\b", str(error))]
             self.error(f"{error} {self._file} sets {', '.join(named)}." if named else str(error))
@@ -268,7 +261,7 @@ class Parser(HfArgumentParser):
                 raise
             self.error(message)
 
-    def _built(self, namespace: argparse.Namespace, user_options: set[str] | None, computes: bool) -> tuple[Any, ...]:
+    def _built(self, namespace: argparse.Namespace) -> tuple[Any, ...]:
         from ..data.sets import STATED, read_sets
         from ..options.arguments import InfCLTrainingArguments
         from ..options.combinations import check_command
@@ -277,40 +270,40 @@ class Parser(HfArgumentParser):
 
         for role in STATED:
             read_sets(role, getattr(namespace, role, None))
-        self.chosen = {} if user_options is None else intervals(namespace, user_options)
+        is_training = self.command in ("check", "train")
+        self.chosen = intervals(namespace, self.given) if is_training else {}
         values = vars(namespace) | self.chosen
-        if user_options is not None:
+        if is_training:
             check_best_metric(argparse.Namespace(**values))
-        values |= {} if computes else OF_COMPUTING
+        values |= OF_COMPUTING if self.command == "check" else {}
         taken = {one.name for one in fields(InfCLTrainingArguments) if one.init}
         of_file = {one.name for one in fields(of_transformers())}
-        if lacking := (self.typed | self._of_file) & of_file - taken:
+        if lacking := self.given & of_file - taken:
             raise ValueError(f"transformers {transformers.__version__} has no option {', '.join(sorted(lacking))}.")
         built = [kind(**{f.name: values[f.name] for f in fields(kind) if f.init}) for kind in self.reads]
         built.append(InfCLTrainingArguments(**{name: values[name] for name in taken & values.keys()}))
         for options in built[:-1]:
             check_values(options)
         merged = argparse.Namespace(**{name: value for options in built for name, value in vars(options).items()})
-        check_command(type(self).__name__.lower(), merged)
-        if user_options is not None:
+        check_command(self.command, merged)
+        if is_training:
             read_alpha("average_with_start", merged)
-            if computes and merged.optimizer is None:
+            if self.command == "train" and merged.optimizer is None:
                 check_optimizer_options(built[-1], transformers.Trainer.get_optimizer_cls_and_kwargs)
         return tuple(built)
 
-    @cached_property
-    def _kinds(self) -> dict[str, set[Any]]:
-        """The kinds of values that each option takes."""
-        of_types = [(typing.get_type_hints(options), fields(options)) for options in self._declared]
-        return {one.name: _kinds_of(hints[one.name]) for hints, declared in of_types for one in declared if one.init}
+    def _add_dataclass_arguments(self, dtype: Any) -> None:
+        super()._add_dataclass_arguments(dtype)
+        hints = typing.get_type_hints(dtype)
+        self._kinds |= {one.name: _kinds_of(hints[one.name]) for one in fields(dtype) if one.init}
 
     def _add_new_ones(self) -> None:
         """Adds the options that another release of transformers has beside those of the file."""
         types = typing.get_type_hints(transformers.TrainingArguments)
         new = [one for one in fields(transformers.TrainingArguments) if one.init and one.name not in self._kinds]
-        declared = make_dataclass("NewOptions", [(one.name, types[one.name], copy.copy(one)) for one in new])
-        self._add_dataclass_arguments(typing.cast(Any, declared))
-        self._kinds.update({one.name: _kinds_of(types[one.name]) for one in new})
+        self._add_dataclass_arguments(
+            make_dataclass("NewOptions", [(one.name, types[one.name], copy.copy(one)) for one in new])
+        )
 
     def _file_and_words(self, words: list[str]) -> tuple[Path | None, list[str]]:
         """The file of options that the first word or --recipe names, or None, and the other words."""

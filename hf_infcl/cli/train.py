@@ -55,9 +55,9 @@ from .models import write_averages
 from .parser import Parser
 
 
-def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:
+def train(parser: Parser, namespace: argparse.Namespace) -> None:
     """Trains, evaluates, and writes checkpoint, results, curves and card into --output_dir."""
-    model_options, lora, data, columns, evaluation, keep, args = parser.build(namespace, user_options)
+    model_options, lora, data, columns, evaluation, keep, args = parser.build(namespace)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         check_embedded(args.teacher_embeddings, parser.words)
         alpha = read_alpha("average_with_start", namespace)
