@@ -28,8 +28,7 @@ from ..files.text import without_secrets
 from ..options.commands import DataOptions
 from ..options.contrastive import ContrastiveOptions
 from ..options.declaring import documented, holds
-from ..options.facts import check_values, of_transformers, release_of_file
-from ..options.files import FILES, PEERS, RECIPES, options_in
+from ..options.facts import FILES, RECIPES, check_values, of_transformers, options_in, release_of_file, table_of_package
 
 
 def print_error(command: str, message: str, *, below: bool = False) -> None:
@@ -83,7 +82,7 @@ def instead_of_several(option: str) -> str:
 
 
 # The options here that replace those of other programs, by their names there.
-ELSEWHERE = {name: ours for ours, (names, _) in options_in(PEERS).items() for name in names.split()}
+ELSEWHERE = {name: ours for ours, names in table_of_package("elsewhere").items() for name in names.split()}
 # What was an option, by the end of its name, and now stands behind the name of each set.
 _OF_SETS = re.compile(r"(eval|zero_shot|guard|replay)_(split|image_column|caption_column|streaming)")
 

@@ -10,14 +10,13 @@ from typing import Any
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin, parse_flag_from_env
 
 from .declaring import refuse
-from .facts import CHECKPOINTING
-from .files import REFUSED, options_in
+from .facts import CHECKPOINTING, table_of_package
 
 SCHEDULES_BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # whose learning rate depends on an evaluation's metric
 WITHOUT_WARM_UP = ("constant", *SCHEDULES_BY_METRIC)  # schedules that ignore warmup_steps
 
 # Of each kind, the conditions that must not hold together, and why.
-REFUSALS: dict[str, dict[str, str]] = {kind: rows for kind, (rows, _) in options_in(REFUSED).items()}
+REFUSALS: dict[str, dict[str, str]] = table_of_package("refusals")
 
 
 def check_combinations(args: Any, *, divided: bool) -> None:

@@ -82,22 +82,15 @@ def refuse(rows: Mapping[str, str], options: object) -> None:
             raise ValueError(f"{seen} {what}: {why}. Omit {'one of them' if len(names) > 1 else 'it'}.")
 
 
-def option(
-    default: object = None,
-    *,
-    decides: bool = True,
-    one_machine: bool = False,
-    aliases: Sequence[str] = (),
-    **facts: Any,
-) -> Any:
+def option(default: object = None, *, aliases: Sequence[str] = (), **facts: Any) -> Any:
     """The field of an option in a dataclass that is `described`.
 
     Args:
         default: its default; a list is copied for each instance. MISSING of `dataclasses` makes it required.
-        decides, one_machine, facts: see `Facts`. What machines may set differently decides nothing.
         aliases: further names of it on the command line, with their dashes.
+        facts: see `Facts`. What machines may set differently decides nothing.
     """
-    declared = Facts(decides and not one_machine, one_machine, **facts)
+    declared = Facts(**{"decides": not facts.get("one_machine"), **facts})
     return field_of(default, {"facts": declared, "aliases": [*aliases]})
 
 

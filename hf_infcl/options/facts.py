@@ -1,38 +1,88 @@
-"""Reads what the options of a training declare: those of this package, and transformers.TrainingArguments.
+"""Reads options without torch, whose import takes seconds: those in a file, and what those of a training declare.
 
-The options of transformers.TrainingArguments without torch, whose import takes seconds.
-
-Their names, types, defaults and helps are in a file, which ``python tests/helpers/theirs.py`` writes. A name that the
-installed release has and the file lacks is accepted, see `hf_infcl.cli.parser`.
+Names, types, defaults and helps of transformers.TrainingArguments are in a file, which
+``python tests/helpers/theirs.py`` writes. A name that the installed release has and the file lacks is accepted, see
+`hf_infcl.cli.parser`.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, make_dataclass
 from functools import cache
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol  # noqa: F401  # types in the file are Literal
+from typing import Any, ClassVar, Literal  # noqa: F401  # types in the file are Literal
+
+import yaml
 
 from .contrastive import ContrastiveOptions
 from .declaring import FINITE, FROM_0, FROM_1, SHARE, Facts, Range, declared_facts, field_of, holds, spelled
-from .files import OF_THEIRS, options_in
+
+FILES = (".yaml", ".yml", ".json")  # the endings of a file of options
+# The files of options that the package holds, by the names of --recipe.
+RECIPES = {path.stem: path for path in sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))}
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain values as in YAML 1.2: `no` and dates are text, 1e-6 is a number, unlike in PyYAML's YAML 1.1."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str | None, Any]] = {}
+
+
+for _kind, _pattern in {
+    "null": "~|null|Null|NULL|",
+    "bool": "true|True|TRUE|false|False|FALSE",
+    "int": "[-+]?(0|[1-9][0-9]*)",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+}.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(f"^({_pattern})$"), None)
+
+
+def options_in(path: Path) -> dict[str, tuple[Any, Any]]:
+    """The options of a file by name: each as a Python value, and again with its scalars as the text in the file.
+
+    Raises:
+        ValueError: there is no such file, or it does not map names to values. No message holds a part of the file.
+    """
+    if not path.exists():
+        raise ValueError(f"There is no file {str(path)!r} to read options from.")
+    try:
+        content = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            values = json.loads(content)
+            texts = json.loads(content, parse_int=str, parse_float=str, parse_constant=str)
+        else:
+            values = yaml.load(content, Loader=_Loader)
+            texts = yaml.load(content, Loader=yaml.BaseLoader)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: line {error.lineno}: {error.msg}.") from None
+    except yaml.MarkedYAMLError as error:  # its text has an excerpt of the file, which might be a token
+        line = error.problem_mark.line + 1 if error.problem_mark else "?"
+        raise ValueError(f"{path} is not YAML: line {line}: {error.problem}.") from None
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:  # PyYAML raises them
+        raise ValueError(f"{path} cannot be read: {type(error).__name__}.") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must map names of options to values, but it holds a {type(values).__name__}.")
+    if not all(isinstance(key, str) for key in values):
+        raise ValueError(f"{path} must map names of options to values; some of its keys are not text.")
+    return {key: (values[key], texts[key]) for key in values}
+
+
+def table_of_package(name: str) -> dict[str, Any]:
+    """A table beside this module: elsewhere, refusals or transformers_facts."""
+    return {key: value for key, (value, _) in options_in(Path(__file__).with_name(f"{name}.yaml")).items()}
+
 
 LARGEST = 2**40  # of pairs, steps or whatever a whole number counts
 
 
-class Options(Protocol):
-    """A dataclass of options."""
-
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-
-
-def facts_by_name(kind: Options | type[Options]) -> dict[str, Facts]:
+def facts_by_name(kind: Any) -> dict[str, Facts]:
     """The facts of each field of a dataclass of options, or of an instance of one."""
     return {one.name: declared_facts(kind).get(one.name) or facts_of_theirs(one.name) for one in fields(kind)}
 
 
-def check_values(options: Options) -> None:
+def check_values(options: Any) -> None:
     """Raises a ValueError if an option has a value that it may not have, or no effect without another one.
 
     A single value of an option that takes a list becomes a list of one.
@@ -58,7 +108,7 @@ def check_values(options: Options) -> None:
             raise ValueError(f"{name}={spelled(value)} has no effect without {needed}: add {needed} or drop {name}.")
 
 
-def _make_list(options: Options, declared: Field[Any]) -> None:
+def _make_list(options: Any, declared: Field[Any]) -> None:
     """Makes a list of the value of an option whose type is one, such as ``list[str] | None``."""
     value, kind = getattr(options, declared.name), str(declared.type).removeprefix("list[").partition("]")[0]
     if value is None:
@@ -70,7 +120,7 @@ def _make_list(options: Options, declared: Field[Any]) -> None:
     setattr(options, declared.name, values)
 
 
-def values_of_card(args: Options) -> Iterator[tuple[str, str, Any]]:
+def values_of_card(args: Any) -> Iterator[tuple[str, str, Any]]:
     """(name, row, value) of each option that is not its default and has a row in a model card."""
     facts = facts_by_name(args)
     for one in fields(args):
@@ -81,7 +131,7 @@ def values_of_card(args: Options) -> Iterator[tuple[str, str, Any]]:
 
 FILE = Path(__file__).with_name("transformers_options.json")
 
-_BEGINNINGS = {kind: tuple(names.split()) for kind, (names, _) in options_in(OF_THEIRS).items()}
+_BEGINNINGS = {kind: tuple(names.split()) for kind, names in table_of_package("transformers_facts").items()}
 # torch would refuse other numbers only after the data are open, and without the option's name, or not at all.
 _WITHIN = {
     "adam_beta1": SHARE,
