@@ -37,8 +37,14 @@ from helpers.trainers import trainer_for
 from huggingface_hub import ModelCard, constants
 from PIL import Image
 
-from hf_infcl.cli.benchmark_names import BENCHMARKS, GROUPS, OF_CLIP_BENCHMARK, benchmark_key, expanded
-from hf_infcl.cli.benchmarks import benchmark_sets
+from hf_infcl.cli.benchmarks import (
+    BENCHMARKS,
+    GROUPS,
+    OF_CLIP_BENCHMARK,
+    benchmark_key,
+    benchmark_sets,
+    expanded,
+)
 
 SETS = ["cifar10", "voc2007_multilabel", "mscoco_captions", "sugarcrepe", "sugarcrepe++", "xm3600/sw"]
 

@@ -13,8 +13,8 @@ from helpers.demo import infcl, mistake
 from helpers.processes import launched, without_os_exit
 from helpers.trainers import trainer_for
 
-from hf_infcl.cli import dry_run
-from hf_infcl.cli.dry_run import _FirstSteps, lines_of_steps
+from hf_infcl.cli import train
+from hf_infcl.cli.train import _FirstSteps, lines_of_steps
 
 
 def files_in(folder: Path) -> dict[str, int]:
@@ -26,7 +26,7 @@ def test_nothing_is_written(small, tmp_path, monkeypatch, capsys):
     places: list[str] = []
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(dry_run.atexit, "register", lambda delete, place, **_: places.append(place))
+    monkeypatch.setattr(train.atexit, "register", lambda delete, place, **_: places.append(place))
     (tmp_path / "out").mkdir()
     (tmp_path / "out/trainer_state.json").write_text("{}")
     before = files_in(tmp_path)

@@ -100,7 +100,6 @@ MUST_NOT_KNOW = {
     ),
     "hf_infcl.cli": inside("kernels", "loss.contrastive"),
     "hf_infcl.cli.commands": WITHOUT_TORCH,
-    "hf_infcl.cli.benchmark_names": ("torch", "hf_infcl", *HUGGING_FACE),
     "hf_infcl.cli.benchmarks": (
         *TRAINER,
         *MODELS,

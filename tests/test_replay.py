@@ -23,8 +23,7 @@ from helpers.trainers import StopAt, TrainedRows, arguments, parameters, trained
 from torch.utils.data import DataLoader
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, InfCLTrainer
-from hf_infcl.cli.datasets import replay_set
-from hf_infcl.cli.train import shared_images
+from hf_infcl.cli.datasets import replay_set, shared_images
 from hf_infcl.data.replay import Replayed
 from hf_infcl.data.streams import Share
 from hf_infcl.loss import reference

@@ -1,11 +1,16 @@
 """Named benchmarks: their files from a local copy or the Hub, as evaluation sets, and their scores.
 
 Sets are tar shards in the layout of CLIP_benchmark, files of SugarCrepe and tables of XM3600. The scores are the main
-metric of each, and the means of the groups that were named."""
+metric of each, and the means of the groups that were named. Names and groups are those of CLIP_benchmark
+(https://github.com/LAION-AI/CLIP_benchmark), whose own files say nothing about metrics. These follow DataComp's list of
+tasks (https://github.com/mlfoundations/datacomp, ``tasklist.yml``).
+"""
 
+import difflib
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +19,7 @@ from statistics import fmean
 from typing import Any
 
 import datasets
+import yaml
 
 from ..data import ImageTextDataset, ZeroShotDataset
 from ..data.images import ImageDataset, find_error, with_errors
@@ -23,8 +29,68 @@ from ..files.hub import hub_answers, hub_asked_once
 from ..files.text import aligned
 from ..shards.opening import existing_paths_are_literal
 from ..shards.tar_tables import KEY, SHARD, tar_table
-from . import benchmark_names as known
-from .benchmark_names import benchmark_key, expanded, folder_name
+
+GROUPS: dict[str, tuple[str, ...]] = {}
+for _group, _names in yaml.safe_load(Path(__file__).with_name("benchmarks.yaml").read_text(encoding="utf-8")).items():
+    GROUPS[_group] = tuple(dict.fromkeys(one for name in _names.split() for one in GROUPS.get(name, (name,))))
+_ALONE = ("imagenet-o", "vtab/dsprites_label_y_position")
+_OF_GROUPS = (name for group in ("vtab+", "retrieval", "sugarcrepe") for name in GROUPS[group])
+OF_CLIP_BENCHMARK = tuple(dict.fromkeys([*_OF_GROUPS, *_ALONE]))
+BENCHMARKS = (*OF_CLIP_BENCHMARK, *GROUPS["sugarcrepe++"], *GROUPS["xm3600"])
+# What a name stands for: a group, a benchmark, or one of CLIP_benchmark by the last part of its name.
+_MEANT = (
+    {name.rpartition("/")[2]: (name,) for name in OF_CLIP_BENCHMARK} | {name: (name,) for name in BENCHMARKS} | GROUPS
+)
+
+# The metrics whose mean is the score of a benchmark, where its kind has a different one.
+MAIN_METRICS = dict.fromkeys(
+    ("vtab/caltech101", "vtab/flowers", "vtab/pets", "fgvc_aircraft"), ("mean_per_class_recall",)
+)
+
+
+def expanded(names: Iterable[str], folder: str | None = None) -> list[str]:
+    """The benchmarks of names and groups, each once.
+
+    Args:
+        names: benchmarks, also by the last part of the names of CLIP_benchmark ("cifar10"); groups; and repositories of
+            the Hub in the layout of CLIP_benchmark ("djghosh/wds_cars_test").
+        folder: the folder of local copies, which may hold other benchmarks than the known ones.
+
+    Raises:
+        ValueError: there is none of a name; the message has the nearest ones.
+    """
+    benchmarks: list[str] = []
+    for name in names:
+        if name in _MEANT:
+            benchmarks += _MEANT[name]
+        elif _is_repository(name) if folder is None else Path(folder, folder_name(name)).is_dir():
+            benchmarks.append(name)
+        else:
+            nearest = difflib.get_close_matches(name, _MEANT, n=3, cutoff=0.5)
+            known = ", ".join(OF_CLIP_BENCHMARK)
+            hint = f"Did you mean {' or '.join(nearest)}?" if nearest else f"There are {known}."
+            raise ValueError(
+                f"There is no benchmark {name!r}. {hint} The groups are {', '.join(GROUPS)}. A set of your own is the "
+                f"folder {folder_name(name)!r} in --benchmark_folder, or a repository OWNER/NAME of the Hub."
+            )
+    return list(dict.fromkeys(benchmarks))
+
+
+def _is_repository(name: str) -> bool:
+    """Whether it can be a repository of the Hub; ``vtab/...`` is none, but a family of benchmarks."""
+    families = {known.partition("/")[0] for known in BENCHMARKS}
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and name.partition("/")[0] not in families
+
+
+def folder_name(name: str) -> str:
+    """The last part of the repository of a benchmark, and the name of the folder of a local copy."""
+    return f"wds_{name.replace('/', '-')}"
+
+
+def benchmark_key(name: str) -> str:
+    """The name of a benchmark within its metrics: "vtab/cifar10" is measured as ``eval_vtab_cifar10_acc1``."""
+    return re.sub(r"\W+", "_", name.replace("+", "_plus"))
+
 
 OWNER = "clip-benchmark"
 _DIGITS = 18  # of a number in a file that anyone may have written
@@ -117,7 +183,7 @@ def benchmark_sets(
                 raise ValueError(
                     f"Its metrics would have the names eval_{key}_... of another set's. Measure both by two commands."
                 )
-            family = name.partition("/")[0] if name in known.BENCHMARKS else ""
+            family = name.partition("/")[0] if name in BENCHMARKS else ""
             files, rows, make = _FAMILIES.get(family, _shards)(name, folder)
             dataset = make(rows if select is None else select(rows))
         except ValueError as error:
@@ -139,7 +205,7 @@ def _shards(name: str, folder: str | None) -> Opened:
 
     ``dataset_type.txt`` names the kind, which is "classification" without this file.
     """
-    is_known = name in known.BENCHMARKS
+    is_known = name in BENCHMARKS
     repository = name if "/" in name and not is_known else f"{OWNER}/{folder_name(name)}"
     local, found, revision = _copy(repository, folder, folder_name(name), ["*.txt", "test/*"])
     on_hub = is_known or folder is None
@@ -286,11 +352,11 @@ def scores_and_means(
     results: dict[str, tuple[float, str]] = {}  # the score of each benchmark, and its words
     for key, dataset in sets.items():
         if dataset.benchmark is not None:
-            names = known.MAIN_METRICS.get(dataset.benchmark.name, SCORES[getattr(dataset, "kind", "pairs")])
+            names = MAIN_METRICS.get(dataset.benchmark.name, SCORES[getattr(dataset, "kind", "pairs")])
             words = "mean recall@1" if len(names) > 1 else METRICS[names[0]].words
             results[dataset.benchmark.name] = fmean(metrics[f"eval_{key}_{name}"] for name in names), words
-    groups = [group for group in dict.fromkeys(named or ()) if group in known.GROUPS]
-    means = {f"eval_mean_{benchmark_key(g)}": fmean(results[one][0] for one in known.GROUPS[g]) for g in groups}
+    groups = [group for group in dict.fromkeys(named or ()) if group in GROUPS]
+    means = {f"eval_mean_{benchmark_key(g)}": fmean(results[one][0] for one in GROUPS[g]) for g in groups}
     of_mean = "mean of the scores above that belong to it"
     of_groups = {name.removeprefix("eval_"): (value, of_mean) for name, value in means.items()}
     rows = [(name, f"{100 * value:6.2f}%", words) for name, (value, words) in (results | of_groups).items()]

@@ -1,7 +1,9 @@
-"""The data sets that the options name."""
+"""The data sets that the options name, and which images of an evaluation set are also trained on."""
 
+import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +12,7 @@ from torch.utils.data import ConcatDataset
 
 from ..card.facts import source_name
 from ..data import ImageTextDataset, ImageTextStream, ZeroShotDataset
-from ..data.images import find_column
+from ..data.images import ImageDataset, find_column
 from ..data.labelled import captions_of_classes, read_lines
 from ..data.sets import SetSpec, read_sets
 from ..files.text import counted
@@ -20,6 +22,8 @@ from ..quality.averages import halves
 from ..quality.ledger import rows_kept, stream_kept
 from ..shards.readers import is_string
 from .benchmarks import benchmark_sets
+
+Sets = Mapping[str, ImageTextDataset | ZeroShotDataset]  # by the beginnings of their metrics' names
 
 
 def training_set(
@@ -187,7 +191,7 @@ def _how(
     return {"defaults": {**vars(columns), **of_classes, "chooses": chooses}, "trained": trained}
 
 
-def describe_sets(sets: Mapping[str, ImageTextDataset | ZeroShotDataset]) -> Iterator[str]:
+def describe_sets(sets: Sets) -> Iterator[str]:
     """A line for each evaluation set: what is read from it and, for classes, the first three prompts."""
     for key, dataset in sets.items():
         columns = ", ".join(f"{option} {column}" for option, column in dataset.columns.items())
@@ -200,14 +204,51 @@ def describe_sets(sets: Mapping[str, ImageTextDataset | ZeroShotDataset]) -> Ite
         yield line
 
 
-def what_was_measured(sets: Mapping[str, ImageTextDataset | ZeroShotDataset]) -> dict[str, Any]:
+def what_was_measured(sets: Sets) -> dict[str, Any]:
     """For the results, the first three prompts of each set of classes and the revision of each benchmark."""
     prompts = {f"eval_{key}_prompts": s.prompts()[:3] for key, s in sets.items() if isinstance(s, ZeroShotDataset)}
     return prompts | {f"eval_{key}_revision": s.benchmark.revision for key, s in sets.items() if s.benchmark}
 
 
-def check_columns(columns: ColumnOptions, sets: Mapping[str, ImageTextDataset | ZeroShotDataset]) -> None:
+def check_columns(columns: ColumnOptions, sets: Sets) -> None:
     """Raises a ValueError if no set has a column that the user has named."""
     for option, column in vars(columns).items():
         if column != getattr(ColumnOptions, option) and all(column not in s.columns.values() for s in sets.values()):
             raise ValueError(f"No data set has a column {column!r}, which --{option} names.")
+
+
+_SAMPLED = 1_000  # images of the evaluation set that are looked for
+_TRAINED = 200_000  # training images among which they are looked for
+
+
+def overlaps(trained: object, evaluated: Mapping[str, ImageDataset]) -> Iterator[str]:
+    """A warning for each guard set that has images of the training set; streams are not looked into."""
+    if not isinstance(trained, ImageTextDataset):
+        return
+    for name, guard in ((name, dataset) for name, dataset in evaluated.items() if name.startswith("guard")):
+        shared, looked_for = shared_images(trained, guard)
+        if shared:
+            yield (
+                f"Warning: {shared:,} of {looked_for:,} images of {name}, {guard.name}, "
+                f"{'is' if shared == 1 else 'are'} also trained on and cannot show what is forgotten. Name another set."
+            )
+
+
+def shared_images(trained: ImageDataset, evaluated: ImageDataset) -> tuple[int, int]:
+    """The number of images of an evaluation set whose file is also one of the training set, and that looked for.
+
+    1,000 images at most are looked for among 200,000 training images at most, at equal distances. The sizes of the
+    files are compared first, which costs a look into the table or the folder; only training images of a size that
+    occurs are read and hashed. Remote images and copies in another format or size are not found.
+    """
+    looked_for = dict(evaluated.file_sizes(-(-len(evaluated) // _SAMPLED)))
+    sizes, every = set(looked_for.values()), trained.file_sizes(-(-len(trained) // _TRAINED))
+    wanted = {digest for row in looked_for if (digest := _digest(evaluated, row))}
+    digests = {_digest(trained, row) for row, size in every if size in sizes}
+    return len(wanted & digests), len(wanted)
+
+
+def _digest(dataset: ImageDataset, row: int) -> bytes:
+    with suppress(ValueError):  # a bad sample, which the training or the evaluation names
+        return hashlib.blake2b(dataset.encoded(row), digest_size=16).digest()
+    return b""

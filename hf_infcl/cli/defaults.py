@@ -16,7 +16,7 @@ from ..options.commands import OF_PAIRS, StartOptions
 from ..options.facts import FILES
 from ..step.micro_batches import memory_is_known
 from ..trainer.evaluating import check_metric, use_of_metric
-from .benchmark_names import benchmark_key, expanded
+from .benchmarks import benchmark_key, expanded
 from .datasets import guard_names
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +17,7 @@ from ..card.facts import TrainingFacts, facts_of_model, source_name
 from ..card.pictures import PicturesCallback
 from ..card.settings import precision
 from ..card.telling import make_rows, quieten, table_lines
-from ..data import ImageTextDataset, ZeroShotDataset, transparency
+from ..data import transparency
 from ..evaluation.intervals import differences
 from ..evaluation.metrics import Found
 from ..files.text import aligned, counted
@@ -31,12 +31,11 @@ from ..trainer.checkpoints import full_disk_explained
 from ..trainer.model_files import find_average, main_weights
 from ..trainer.trainer import InfCLTrainer
 from .benchmarks import scores_and_means
-from .datasets import check_columns, describe_sets, evaluation_datasets, guard_datasets, what_was_measured
+from .datasets import Sets, check_columns, describe_sets, evaluation_datasets, guard_datasets, what_was_measured
 from .defaults import read_alpha
 from .launched import leave, mistakes_in_one_line, tell
 from .parser import Parser
 
-Sets = Mapping[str, ImageTextDataset | ZeroShotDataset]
 OF_ONE_MODEL = ("open_clip_model", "tokenizer", "eval_pictures")  # options that no other of several models shares
 
 

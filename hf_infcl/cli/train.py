@@ -1,39 +1,44 @@
 """`infcl train`: trains a model and writes the checkpoint with its results, curves and model card.
 
-Also what its card says of the options, what becomes of an earlier run in the output folder, and which images of an
-evaluation set are also trained on, by the contents of their files.
+Also what its card says of the options, what becomes of an earlier run in the output folder, and the first steps of a
+training with ``--dry_run``, which write nothing, and what they say of all of it.
 """
 
 import argparse
+import atexit
 import functools
-import hashlib
 import importlib.util
+import resource
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, SaveStrategy
 from transformers.utils import CONFIG_NAME
 
 from ..card import facts
 from ..card.cards import CURVES_FILE, CardCallback
-from ..card.facts import scores_by_width
 from ..card.pictures import PICTURES_FILE, PicturesCallback
 from ..card.settings import code, escaped, joined, precision
-from ..card.telling import ProgressPrinter, doubtful_rate, earlier_best, lines_of_changes, outcome
-from ..data import ImageTextDataset, ZeroShotDataset
-from ..data.images import ImageDataset
+from ..card.telling import ProgressPrinter, doubtful_rate, earlier_best, lines_of_changes, outcome, quieten
+from ..data import ImageTextDataset
 from ..data.replay import Replayed
 from ..data.sets import STATED, SetSpec, read_sets
 from ..files.hub import stated_licence
+from ..files.text import counted
+from ..loss.strategies import machines_of
 from ..models.adapters import ADAPTER_FILES, describe_adapters, has_adapters
 from ..models.open_clip import compare_formats
 from ..models.pretrained import base_of_adapters
+from ..options.arguments import InfCLTrainingArguments
 from ..options.commands import ColumnOptions, DataOptions, ModelOptions
 from ..processes.collectives import Processes
 from ..processes.signals import Preempted
@@ -48,7 +53,6 @@ from ..trainer.trainer import InfCLTrainer
 from . import datasets as sets
 from .check import short_check
 from .defaults import check_embedded, chooses_model, print_choices, read_alpha
-from .dry_run import dry_run, write_nothing
 from .embeddings import write_ledger_of_training
 from .launched import leave, mistakes_in_one_line, tell
 from .models import write_averages
@@ -101,7 +105,7 @@ def train(parser: Parser, namespace: argparse.Namespace) -> None:
     if trainer.is_world_process_zero():
         tell(trainer, *conversion)
         print_choices(args, parser.chosen, trainer.train_dataset)
-        tell(trainer, *sets.describe_sets(eval_datasets), *overlaps(train_dataset, eval_datasets))
+        tell(trainer, *sets.describe_sets(eval_datasets), *sets.overlaps(train_dataset, eval_datasets))
         with mistakes_in_one_line(parser.prog, of_libraries=True):
             tell(trainer, *short_check(trainer, train_dataset, data))
         tell(trainer, doubtful_rate(args))
@@ -128,15 +132,15 @@ def train(parser: Parser, namespace: argparse.Namespace) -> None:
     merge = lora.lora_merge
     with full_disk_explained(Path(args.output_dir)):
         averaged = save_results(trainer, trained.metrics, eval_datasets, average, model_options.model)
-        by_width = scores_by_width(trainer, eval_datasets)
+        by_width = facts.scores_by_width(trainer, eval_datasets)
         ledger = write_ledger_of_training(trainer, train_dataset)
         if "open_clip" in args.save_formats and trainer.is_world_process_zero():
             print(compared := compare_formats(str(args.output_dir)))
             describe.keywords["settings"]["saved formats"] = f"transformers and OpenCLIP. {compared}"
-        facts = describe(adapter=adapted and not merge, average=averaged, scores_by_width=by_width)
+        facts_of_run = describe(adapter=adapted and not merge, average=averaged, scores_by_width=by_width)
         if merge and trainer.is_world_process_zero():
             merge_into_start(model_options, args)
-        CardCallback(lambda: facts).write(args, trainer.state)  # save_model puts peft's card in its place
+        CardCallback(lambda: facts_of_run).write(args, trainer.state)  # save_model puts peft's card in its place
     if args.push_to_hub:
         with mistakes_in_one_line(parser.prog, of_libraries=True):
             trainer.push_folder(delete=ADAPTER_FILES if merge else ())
@@ -144,21 +148,21 @@ def train(parser: Parser, namespace: argparse.Namespace) -> None:
         folder = str(args.output_dir)
         waits_for = "".join(one.waits_for for one in of_kind(trainer.window_step.extensions, WithoutNoisyPairs))
         of_ledger = ledger_lines(ledger, folder, waits_for=waits_for) if ledger else ()
-        print(*lines_of_changes(facts), *of_ledger, sep="\n")
+        print(*lines_of_changes(facts_of_run), *of_ledger, sep="\n")
         if importlib.util.find_spec("matplotlib") is None:
             print(f"The curves were not drawn: `pip install matplotlib`, and `infcl card {folder}` draws them.")
         pushed = f" and on the Hub as {trainer.hub_model_id}" if args.push_to_hub else ""
         print(f"The model, its card (README.md) and its results (*.json) are in {folder}{pushed}.")
         saves_last = average is None and not args.load_best_model_at_end
-        best = earlier_best(trainer.state.log_history, facts) if saves_last else ""
-        tell(trainer, outcome(facts), best)
+        best = earlier_best(trainer.state.log_history, facts_of_run) if saves_last else ""
+        tell(trainer, outcome(facts_of_run), best)
     leave(trainer)
 
 
 def save_results(
     trainer: InfCLTrainer,
     metrics: dict[str, float],
-    eval_datasets: Mapping[str, ImageTextDataset | ZeroShotDataset],
+    eval_datasets: sets.Sets,
     average: Callable[[], Averaged] | None,
     start: str,
 ) -> Averaged | None:
@@ -191,11 +195,7 @@ def save_results(
 
 
 def describe_run(
-    trainer: InfCLTrainer,
-    model: ModelOptions,
-    data: DataOptions,
-    columns: ColumnOptions,
-    conversion: Sequence[str] = (),
+    trainer: InfCLTrainer, model: ModelOptions, data: DataOptions, columns: ColumnOptions, conversion: Sequence[str]
 ) -> functools.partial[facts.TrainingFacts]:
     """`training_facts` with the facts that the options and the trainer know, and what `load` said of a conversion."""
     trained: Any = trainer.train_dataset
@@ -251,7 +251,7 @@ def _source(spec: SetSpec, split: str, share: float | None = None) -> facts.Sour
     return facts.Source(name, is_on_hub, spec.split or split, licence, share)
 
 
-def describe_evaluations(datasets: Mapping[str, ImageDataset]) -> list[facts.Evaluation]:
+def describe_evaluations(datasets: sets.Sets) -> list[facts.Evaluation]:
     """The evaluation data for the card; the metrics come from the logs."""
     entries = []
     for key, dataset in datasets.items():
@@ -330,38 +330,73 @@ def check_output_folder(output_dir: str | None, options: argparse.Namespace) -> 
             )
 
 
-_SAMPLED = 1_000  # images of the evaluation set that are looked for
-_TRAINED = 200_000  # training images among which they are looked for
+# ---- A dry run ----
+
+STEPS = 3  # the first one also starts the workers, and chooses kernels or compiles them
+_GIB = 2**30
 
 
-def overlaps(trained: object, evaluated: Mapping[str, ImageDataset]) -> Iterator[str]:
-    """A warning for each guard set that has images of the training set; streams are not looked into."""
-    if not isinstance(trained, ImageTextDataset):
-        return
-    for name, guard in ((name, dataset) for name, dataset in evaluated.items() if name.startswith("guard")):
-        shared, looked_for = shared_images(trained, guard)
-        if shared:
-            yield (
-                f"Warning: {shared:,} of {looked_for:,} images of {name}, {guard.name}, "
-                f"{'is' if shared == 1 else 'are'} also trained on and cannot show what is forgotten. Name another set."
-            )
+def write_nothing(args: InfCLTrainingArguments) -> None:
+    """Lets a training save, evaluate and push nothing; its ``output_dir`` becomes one that ends with the process.
 
-
-def shared_images(trained: ImageDataset, evaluated: ImageDataset) -> tuple[int, int]:
-    """The number of images of an evaluation set whose file is also one of the training set, and that looked for.
-
-    1,000 images at most are looked for among 200,000 training images at most, at equal distances. The sizes of the
-    files are compared first, which costs a look into the table or the folder; only training images of a size that
-    occurs are read and hashed. Remote images and copies in another format or size are not found.
+    It logs every step, into Trainer's state alone.
     """
-    looked_for = dict(evaluated.file_sizes(-(-len(evaluated) // _SAMPLED)))
-    sizes, every = set(looked_for.values()), trained.file_sizes(-(-len(trained) // _TRAINED))
-    wanted = {digest for row in looked_for if (digest := _digest(evaluated, row))}
-    digests = {_digest(trained, row) for row, size in every if size in sizes}
-    return len(wanted & digests), len(wanted)
+    args.output_dir = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, args.output_dir, ignore_errors=True)
+    args.save_strategy, args.eval_strategy = SaveStrategy.NO, IntervalStrategy.NO
+    args.logging_strategy, args.logging_steps = IntervalStrategy.STEPS, 1
+    args.eval_on_start = args.load_best_model_at_end = args.push_to_hub = False
+    args.metric_for_best_model = args.early_stopping_patience = None
+    args.report_to = []
 
 
-def _digest(dataset: ImageDataset, row: int) -> bytes:
-    with suppress(ValueError):  # a bad sample, which the training or the evaluation names
-        return hashlib.blake2b(dataset.encoded(row), digest_size=16).digest()
-    return b""
+def dry_run(trainer: InfCLTrainer) -> None:
+    """Trains the first steps and prints memory, speed and the time of the whole training; collective."""
+    quieten(trainer)
+    trainer.add_callback(_FirstSteps())
+    trainer.train()
+    device = trainer.args.device
+    used = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident()
+    memory = max(peak for (peak,) in Processes().agree([used]))
+    tell(trainer, *lines_of_steps(trainer, memory))
+    leave(trainer)
+
+
+class _FirstSteps(TrainerCallback):
+    """Ends a training after its first steps."""
+
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        control.should_training_stop |= state.global_step == STEPS
+
+
+def lines_of_steps(trainer: InfCLTrainer, memory: float) -> Iterator[str]:
+    """The report on a training by the logs of its first steps; its processes use at most so many bytes each."""
+    state, args = trainer.state, trainer.args
+    logs = [entry for entry in state.log_history if "samples_per_second" in entry]
+    # Without the first one, if there are others, and without that after which it is known how many graphs fit.
+    warm_up = 2 if args.device.type == "cuda" and args.retain_graphs == "auto" else 1
+    logs = logs[warm_up:] or logs[-1:]
+    seconds = [args.global_batch_size / entry["samples_per_second"] for entry in logs]
+    waits = [of_step * entry.get("data_wait", 0.0) for of_step, entry in zip(seconds, logs, strict=True)]
+    step, wait = sum(seconds) / len(logs), sum(waits) / len(logs)
+    yield f"Dry run: {counted(state.global_step, 'step')} of {state.max_steps:,}. Nothing was written."
+    of = "on each process"
+    if args.device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(args.device)
+        of = f"of the {gpu.total_memory / _GIB:.1f} on each {gpu.name}"
+    yield f"Memory: {memory / _GIB:.2f} GiB at the peak, {of}."
+    shares = [entry["train_mfu"] for entry in logs if "train_mfu" in entry]
+    of_peak = f", with {sum(shares) / len(shares):.0%} of the chip's peak" if shares else ""
+    yield (
+        f"Speed: {args.global_batch_size / step:,.1f} images a second; a step of {args.global_batch_size:,} pairs "
+        f"takes {step:.3g} s, of which it waits {wait:.2g} s for data{of_peak}."
+    )
+    if args.world_size > 1 and (exchange := machines_of(Processes(), args.device).chosen) is not None:
+        yield f"Loss: {exchange}; on H100s it is predicted to take {exchange.seconds:.2g} s of a step."
+    whole = timedelta(seconds=round(step * state.max_steps))
+    yield f"The whole training takes {whole}, with equally fast loading, and without evaluations and checkpoints."
+
+
+def _resident() -> int:
+    """The most bytes that this process has had in memory."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
