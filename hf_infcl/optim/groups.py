@@ -3,12 +3,12 @@
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
 
+# The role of a parameter in its model.
 LAYERS, FUSED = "matrices of layers", "fused query, key and value"
 EMBEDDINGS, ADAPTERS, VECTORS = "embeddings and convolutions", "adapters", "vectors and scalars"
 BY_MUON = (LAYERS, FUSED)
@@ -18,15 +18,7 @@ NAMES = {"muon": "Muon", "adamw": "AdamW"}
 _ALL = "all parameters"  # the name of a group that has none
 
 
-@dataclass(frozen=True)
-class Role:
-    """What a parameter is in its model."""
-
-    name: str  # one of the words of this module
-    parts: int = 1  # the matrices of which it consists, one below the other
-
-
-def roles(model: nn.Module) -> dict[str, Role]:
+def roles(model: nn.Module) -> dict[str, str]:
     """The role of each trained parameter by its name.
 
     The weights of linear layers are matrices of layers, the projections among them. Those that compute query, key and
@@ -37,32 +29,32 @@ def roles(model: nn.Module) -> dict[str, Role]:
     a linear layer shares them. So are PEFT's adapters.
     """
     modules = dict(model.named_modules())
-    role_of: dict[int, Role] = {}
+    role_of: dict[int, str] = {}
     for name, module in modules.items():
         words = name.split(".") if name else []
         path = [modules[".".join(words[:length])] for length in range(len(words) + 1)]  # from the model to the module
         for parameter in module.parameters(recurse=False):
             role = _role(path, parameter)
-            if id(parameter) not in role_of or role.name not in BY_MUON:  # a table stays one that a layer shares
+            if id(parameter) not in role_of or role not in BY_MUON:  # a table stays one that a layer shares
                 role_of[id(parameter)] = role
     return {name: role_of[id(p)] for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _role(path: Sequence[nn.Module], parameter: Tensor) -> Role:
+def _role(path: Sequence[nn.Module], parameter: Tensor) -> str:
     module, kinds = path[-1], [type(m).__name__ for m in path]
     if parameter.ndim < 2:
-        return Role(VECTORS)
+        return VECTORS
     if _is_adapter(path):
-        return Role(ADAPTERS)
+        return ADAPTERS
     embeds = any(re.search(r"(Embeddings?|PatchEmbed)$", kind) for kind in kinds)
     if embeds or parameter.ndim != 2 or min(parameter.shape) == 1:
-        return Role(EMBEDDINGS)
+        return EMBEDDINGS
     if isinstance(module, nn.MultiheadAttention) and parameter is module.in_proj_weight:
-        return Role(FUSED, parts=3)
+        return FUSED
     if not isinstance(module, nn.Linear):
-        return Role(EMBEDDINGS)
+        return EMBEDDINGS
     in_attention = any(kind.endswith("Attention") for kind in kinds)
-    return Role(FUSED, parts=3) if in_attention and parameter.size(0) == 3 * parameter.size(1) else Role(LAYERS)
+    return FUSED if in_attention and parameter.size(0) == 3 * parameter.size(1) else LAYERS
 
 
 def _is_adapter(path: Sequence[Any]) -> bool:
@@ -105,8 +97,8 @@ def parameter_groups(
     for name, parameter in model.named_parameters():
         if (role := role_of.get(name)) is None:
             continue
-        by_role = "muon" if role.name in BY_MUON else "adamw"
-        algorithm = "muon" if name in by_muon else "adamw" if name in by_adamw else by_role
+        is_left = role in BY_MUON and name not in by_adamw
+        algorithm = "muon" if is_left or name in by_muon else "adamw"
         if algorithm == "muon" and parameter.ndim != 2:
             raise ValueError(
                 f"{name} has the shape {tuple(parameter.shape)}, but Muon updates matrices only. Leave it to AdamW."
@@ -114,15 +106,15 @@ def parameter_groups(
         decays = name in decaying
         new = {
             "params": [],
-            "name": role.name,
+            "name": role,
             "algorithm": algorithm,
             "lr": muon_learning_rate if algorithm == "muon" else learning_rate,
             "weight_decay": weight_decay if decays else 0.0,
-            **({"parts": role.parts} if algorithm == "muon" else {}),
+            **({"parts": 3 if role == FUSED else 1} if algorithm == "muon" else {}),
         }
         groups.setdefault((algorithm, role, decays), new)["params"].append(parameter)
     if not any(group["algorithm"] == "muon" for group in groups.values()):
-        adapters = any(role.name == ADAPTERS for role in role_of.values())
+        adapters = ADAPTERS in role_of.values()
         cure = "Train it with AdamW, which is the default of optimizer"
         cure = f"Adapters are left to AdamW, unless muon_parameters names them ('lora_'). {cure}" if adapters else cure
         raise ValueError(
@@ -187,8 +179,8 @@ def table_of_groups(groups: Iterable[Group], optimizer: str = "AdamW") -> str:
         parameters = [p for group in alike for p in group["params"]]
         values = sum(p.numel() for p in parameters)
         if values <= len(parameters):
-            count = f"{values} value{'s' if values > 1 else ''}"
-            single.append(f"{'others' if name == _ALL else name} ({count}, learning rate {_rates(alike)})")
+            what = "others" if name == _ALL else name
+            single.append(f"{what} ({values} value{'s' if values > 1 else ''}, learning rate {_rates(alike)})")
         else:
             rows.append((name, algorithm, f"{len(parameters):,}", f"{values:,}", _rates(alike), _decays(alike)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -224,7 +216,7 @@ def _by_tower_and_rate(named: tuple[tuple[str, str], list[Group]]) -> tuple[str,
 
 
 def _rate(group: Group) -> float:
-    return float(group["initial_lr"] if "initial_lr" in group else group["lr"])
+    return float(group.get("initial_lr", group["lr"]))
 
 
 def _rates(groups: Iterable[Group]) -> str:

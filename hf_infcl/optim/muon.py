@@ -1,8 +1,8 @@
 """`MuonAdamW`, an optimizer with groups of two algorithms: Muon's iteration, and which process computes it.
 
-`orthogonalise_alone`, `orthogonalise_shared` and `orthogonalise_sharded` return equal results. They are generators: at
-a ``yield`` a transfer is under way, during which the caller can advance other generators (see `interleaved`). The
-processes exchange bfloat16, the dtype of the iteration, so that nothing is rounded on the way.
+`orthogonalise_shared` and `orthogonalise_sharded` return equal results. They are generators: at a ``yield`` a transfer
+is under way, during which the caller can advance other generators (see `interleaved`). The processes exchange bfloat16,
+the dtype of the iteration, so that nothing is rounded on the way.
 """
 
 import math
@@ -30,7 +30,7 @@ _ENDED = object()
 MOST_VALUES = 2**26  # that a process orthogonalises at a time: each of a few temporary stacks takes 128 MiB in bf16
 
 
-def orthogonalised(stack: Tensor, steps: int = STEPS) -> Tensor:
+def orthogonalised(stack: Tensor, steps: int = STEPS, parts: int = 1) -> Tensor:
     """The nearly orthogonal matrices to those of a stack, with singular values between about 0.7 and 1.2.
 
     The same operations in the same order as in `torch.optim.Muon`, for all matrices of the stack at once: a quintic
@@ -38,19 +38,20 @@ def orthogonalised(stack: Tensor, steps: int = STEPS) -> Tensor:
 
     Args:
         stack: [n, rows, columns] in any floating point dtype.
+        parts: the matrices, one below the other, of which each one of the stack consists.
 
     Returns:
         [n, rows, columns] in bfloat16.
     """
     a, b, c = COEFFICIENTS
-    tall = stack.size(-2) > stack.size(-1)
-    X = stack.to(torch.bfloat16)
+    X = stack.reshape(len(stack) * parts, stack.size(1) // parts, stack.size(2)).to(torch.bfloat16)
+    tall = X.size(1) > X.size(2)
     X = X / X.norm(dim=(-2, -1), keepdim=True).clamp(min=EPSILON)  # no singular value above one
     X = X.mT if tall else X  # X @ X.mT is then the smaller of the two products
     for _ in range(steps):
         gram = X @ X.mT
         X = torch.baddbmm(X, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), X, beta=a)
-    return X.mT if tall else X
+    return (X.mT if tall else X).reshape(stack.shape)
 
 
 # ---- Which process orthogonalises which matrices, and how all processes get the results ----
@@ -74,20 +75,15 @@ def interleaved(tasks: Iterable[Generator[None, None, None]]) -> None:
         running = [t for t in running if next(t, _ENDED) is not _ENDED]
 
 
-def orthogonalise_alone(updates: Updates, count: int, shape: tuple[int, int], function: Orthogonalise) -> Transfers:
-    """All ``count`` matrices, [count, rows, columns], on this process."""
-    yield from ()
-    return function(torch.stack(list(updates(slice(0, count)))))
-
-
 def orthogonalise_shared(
     updates: Updates, count: int, shape: tuple[int, int], function: Orthogonalise, processes: Processes
 ) -> Transfers:
     """Orthogonalises matrices that all processes hold: each process computes its share and receives the rest."""
+    if processes.world_size == 1:
+        return function(torch.stack(list(updates(slice(count)))))
     each = -(-count // processes.world_size)
-    first = min(count, processes.rank * each)
-    mine = updates(slice(first, min(count, first + each)))
-    done = torch.zeros((each, *shape), dtype=torch.bfloat16, device=updates(slice(0, 1))[0].device)
+    mine = updates(slice(processes.rank * each, (processes.rank + 1) * each))
+    done = torch.zeros((each, *shape), dtype=torch.bfloat16, device=updates(slice(1))[0].device)
     if mine:
         done[: len(mine)] = function(torch.stack(list(mine)))
     everything = done.new_empty((processes.world_size * each, *shape))
@@ -108,7 +104,7 @@ def orthogonalise_sharded(
         The rows of this process, [count, its rows, columns].
     """
     rows, columns = shape
-    ranks, parts = dist.get_world_size(group), updates(slice(0, count))
+    ranks, parts = dist.get_world_size(group), updates(slice(count))
     each, height, have = -(-count // ranks), -(-rows // ranks), parts[0].size(0)
     # The shares and the rows are padded to equal sizes; what is padded is never orthogonalised.
     sent = torch.zeros((ranks * each, height, columns), dtype=torch.bfloat16, device=parts[0].device)
@@ -181,7 +177,7 @@ class MuonAdamW(torch.optim.Optimizer):
             "adamw": adamw.defaults,
             "muon": {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "ns_steps": ns_steps, "parts": 1},
         }
-        self._processes = processes
+        self._processes = processes or Processes(alone=True)
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "algorithm": "adamw"})
 
     def add_param_group(self, param_group: Group) -> None:
@@ -237,9 +233,7 @@ class MuonAdamW(torch.optim.Optimizer):
         if isinstance(parameter, DTensor):
             sharding = _sharding_group(parameter)
             return dist.get_world_size(sharding), partial(orthogonalise_sharded, group=sharding)
-        if self._processes is not None and self._processes.world_size > 1:
-            return self._processes.world_size, partial(orthogonalise_shared, processes=self._processes)
-        return 1, orthogonalise_alone
+        return self._processes.world_size, partial(orthogonalise_shared, processes=self._processes)
 
     def _update(
         self, group: Group, parameters: list[Tensor], orthogonalise: Callable[..., Transfers]
@@ -256,7 +250,7 @@ class MuonAdamW(torch.optim.Optimizer):
             mine = gradients[chosen], averages[chosen]
             return torch._foreach_lerp(*mine, momentum) if mine[0] else ()
 
-        function = partial(_orthogonalised_parts, parts=group["parts"], steps=group["ns_steps"])
+        function = partial(orthogonalised, steps=group["ns_steps"], parts=group["parts"])
         orthogonal = yield from orthogonalise(updates, len(parameters), shape, function)
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
         rate = lr * 0.2 * math.sqrt(max(shape[0] // group["parts"], shape[1]))
@@ -288,9 +282,3 @@ def _sharding_group(parameter: DTensor) -> dist.ProcessGroup:
         )
     (dimension,) = split
     return parameter.device_mesh.get_group(dimension)
-
-
-def _orthogonalised_parts(stack: Tensor, parts: int, steps: int) -> Tensor:
-    """`orthogonalised` for a stack of matrices that each consist of several, one below the other."""
-    count, rows, columns = stack.shape
-    return orthogonalised(stack.reshape(count * parts, rows // parts, columns), steps).reshape(stack.shape)
