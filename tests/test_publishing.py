@@ -467,7 +467,8 @@ def test_facts_are_the_last_of_the_logs(tmp_path):
         {"step": 2, "loss": 1.0, "train_seconds": 3.5, "skipped_samples": 3, "peak_memory": 7},
         {"step": 2, "eval_pairs_loss": 8.0, "eval_pairs_runtime": 1.0},
     ]
-    trainer.state = TrainerState(global_step=10, max_steps=10, log_history=history)
+    kept: Any = {"train_seconds": 3.5}
+    trainer.state = TrainerState(global_step=10, max_steps=10, log_history=history, stateful_callbacks=kept)
     made = training_facts(
         trainer,
         **{**DESCRIBED, "start": str(tmp_path)},

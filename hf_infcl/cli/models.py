@@ -28,7 +28,7 @@ from ..options.commands import EvaluationOptions
 from ..processes.lock import check_writable
 from ..quality.averages import SPLIT, Averaged, described, interpolated, not_trained, with_halves
 from ..trainer.checkpoints import full_disk_explained
-from ..trainer.model_files import find_average, main_weights
+from ..trainer.model_files import find_average
 from ..trainer.trainer import InfCLTrainer
 from .benchmarks import scores_and_means
 from .datasets import Sets, check_columns, describe_sets, evaluation_datasets, guard_datasets, what_was_measured
@@ -163,8 +163,7 @@ def average(parser: Parser, namespace: argparse.Namespace) -> None:
             check_writable(str(args.output_dir))  # before all averages are measured
     folder = Path(args.output_dir)
     with full_disk_explained(folder, "again"):
-        end, tolerance = main_weights(trainer), guards.guard_tolerance
-        averaged = find_average(trainer, start, end, gains, halves, alpha=alpha, tolerance=tolerance)
+        averaged = find_average(trainer, start, gains, halves, alpha=alpha, tolerance=guards.guard_tolerance)
         trainer.save_model(_internal_call=True)
         if args.process_index == 0:
             (folder / TRAINING_ARGS_NAME).unlink()  # those of the command, which trained nothing

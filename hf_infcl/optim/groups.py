@@ -97,8 +97,8 @@ def parameter_groups(
     for name, parameter in model.named_parameters():
         if (role := role_of.get(name)) is None:
             continue
-        is_left = role in BY_MUON and name not in by_adamw
-        algorithm = "muon" if is_left or name in by_muon else "adamw"
+        of_muon = name in by_muon or (role in BY_MUON and name not in by_adamw)
+        algorithm = "muon" if of_muon else "adamw"
         if algorithm == "muon" and parameter.ndim != 2:
             raise ValueError(
                 f"{name} has the shape {tuple(parameter.shape)}, but Muon updates matrices only. Leave it to AdamW."

@@ -73,11 +73,8 @@ class Checkpoint:
 
     def complete(self) -> None:
         """Adds the manifest and gives the checkpoint its final name, replacing an older checkpoint of that name."""
-        files = {
-            str(path.relative_to(self.partial)): path for path in sorted(self.partial.rglob("*")) if path.is_file()
-        }
-        with ThreadPoolExecutor() as pool:
-            described = dict(zip(files, pool.map(describe, files.values()), strict=True))
+        files = [path for path in sorted(self.partial.rglob("*")) if path.is_file()]
+        described = _described(self.partial, [str(path.relative_to(self.partial)) for path in files])
         manifest = self.partial / MANIFEST_NAME
         # The newest of all, also where the clock was set back, or that of the machine before was fast.
         written = max([time.time_ns(), *(_written(folder) + 1 for folder in _folders(self.folder.parent))])
@@ -150,6 +147,12 @@ class Checkpoints:
         return checkpoint
 
 
+def _described(folder: Path, names: Collection[str]) -> dict[str, dict[str, int]]:
+    """The sizes and the checksums of files in a folder."""
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(names, pool.map(describe, [folder / name for name in names]), strict=True))
+
+
 def _put_in_place(partial: Path, folder: Path) -> None:
     """Gives a complete checkpoint its final name, replacing an older checkpoint of that name."""
     replaced = folder.with_name(_REMOVED + folder.name)
@@ -196,10 +199,8 @@ def damage(checkpoint: str | Path, *, checksums: bool = True) -> str | None:
             if (size := path.stat().st_size) != described["bytes"]:
                 return f"{path} has {size} bytes, but had {described['bytes']} when it was written."
         if checksums:
-            with ThreadPoolExecutor() as pool:
-                descriptions = pool.map(describe, (Path(checkpoint, name) for name in files))
-            for (name, described), now in zip(files.items(), descriptions, strict=True):
-                if now != described:
+            for name, now in _described(Path(checkpoint), files).items():
+                if now != files[name]:
                     return f"{Path(checkpoint, name)} has changed since it was written: its checksum differs."
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         return f"{manifest} is damaged ({error})."
@@ -245,9 +246,8 @@ def rotate(output_dir: str | Path, limit: int | None, keep: Collection[Path]) ->
     if limit is None or limit <= 0:
         return
     complete = [folder for folder in _folders(output_dir) if damage(folder, checksums=False) is None]
-    kept = [folder for folder in complete if folder in keep]
     removable = [folder for folder in complete if folder not in keep]
-    for folder in removable[max(0, limit - len(kept)) :]:
+    for folder in removable[max(0, limit + len(removable) - len(complete)) :]:
         logger.info(f"{folder} is removed: save_total_limit is {limit}.")
         # Under another name, a folder that a kill leaves half removed is removed at the next save.
         removed = folder.with_name(_REMOVED + folder.name)
@@ -256,14 +256,14 @@ def rotate(output_dir: str | Path, limit: int | None, keep: Collection[Path]) ->
         shutil.rmtree(removed, ignore_errors=True)
 
 
-def choose(output_dir: str, wanted: str | bool | None, *, looks: bool | None = None) -> str | None:
+def choose(output_dir: str, wanted: str | bool | None, *, looks: bool = True) -> str | None:
     """The checkpoint to resume from, the same on all processes; collective.
 
     Args:
         wanted: the folder of an undamaged checkpoint; True for the newest complete one; ``"auto"`` for the newest
             complete one, or a new start if there is no checkpoint yet; None or False to start anew.
-        looks: whether this process looks for damage; by default, only the main process does. If every machine has its
-            own checkpoints, one process of each machine must look, and a checkpoint has to be complete on every one.
+        looks: whether this process looks for damage, as the main one does. If every machine has its own checkpoints,
+            one process of each machine must look, and a checkpoint has to be complete on every one.
 
     Returns:
         Its folder, or None to start anew.
@@ -275,7 +275,6 @@ def choose(output_dir: str, wanted: str | bool | None, *, looks: bool | None = N
         return None
     processes = Processes()
     is_main = processes.rank == 0
-    looks = is_main if looks is None else looks
 
     def problem_on_any(find: Callable[[str], str | None], folder: str) -> str:
         problem = "" if looks or Path(folder).is_dir() else f"Rank {processes.rank} finds no folder {folder}."
@@ -357,9 +356,7 @@ class CheckpointStore:
 
     def copy(self, folder: Path, *, limited: bool) -> None:
         """Begins to copy a checkpoint; with ``limited``, those that are no longer beside it are then removed."""
-        for job in list(self.jobs):
-            if job.cancel() or job.done():
-                del self.jobs[job]
+        self.jobs = {job: copied for job, copied in self.jobs.items() if not (job.cancel() or job.done())}
         self.jobs[self._thread.submit(self._copy, folder, limited)] = folder
 
     def _copy(self, folder: Path, limited: bool) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -22,6 +21,7 @@ from ..models.model_types import fit_tokenizer
 from ..models.sharding import check_wrapper, prepare_for_fsdp
 from ..options.arguments import InfCLTrainingArguments
 from ..options.combinations import REFUSALS
+from ..processes.collectives import Processes
 from ..processes.lock import check_writable
 from ..step.extensions import check_extensions
 from ..step.terms import Start
@@ -185,9 +185,9 @@ def _check_processes(args: InfCLTrainingArguments) -> None:
             "cannot share a contrastive batch. Start one process per GPU with `accelerate launch` or `torchrun`, or "
             "show this process one GPU with CUDA_VISIBLE_DEVICES=0."
         )
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() != args.world_size:
+    if (started := Processes().world_size) != args.world_size:
         raise ValueError(
-            f"{dist.get_world_size()} processes were started, but each would train on its own, because "
+            f"{started} processes were started, but each would train on its own, because "
             f"args.world_size is {args.world_size}. On CPUs pass use_cpu=True."
         )
 

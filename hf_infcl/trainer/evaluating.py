@@ -198,7 +198,12 @@ class Evaluator:
             if isinstance(dataset, ZeroShotDataset):
                 batches.begin()  # workers load the first ones while prompts are encoded
                 self._classifier = class_vectors(dataset, self._context, self._processing_class)
-            with self._without_padding():
+            own: dict[str, Any] = {}
+            if "inputs" not in self._args.include_for_metrics:  # whose widths may differ
+                # For the width of what `embed` returns, which is the same on all processes, the loop would ask the
+                # others after every batch, and for that it would wait for the device.
+                own["pad_across_processes"] = lambda tensor, **_: tensor
+            with replaced(self._accelerator, **own):
                 output = loop(batches)  # which calls `embed`
             Processes().agree([])  # where an error of another process's compute_metrics arrives
             assert output.metrics is not None
@@ -279,15 +284,6 @@ class Evaluator:
         if with_inputs:  # Trainer gathers this input after this method returns
             inputs[name] = batch[name][kept[name]]
         return predictions, labels
-
-    def _without_padding(self) -> AbstractContextManager[None]:
-        """The context in which Trainer's loop does not ask all processes for the width of what `embed` has returned.
-
-        It is the same on all of them, and to ask for it, the loop would wait for the device after every batch.
-        """
-        if "inputs" in self._args.include_for_metrics:  # which it pads as well, and which may differ
-            return nullcontext()
-        return replaced(self._accelerator, pad_across_processes=lambda tensor, **_: tensor)
 
     # ---- Metrics ----
 

@@ -97,10 +97,9 @@ class Progress:
 
 
 def trained_seconds(state: TrainerState) -> float:
-    """The seconds of a training, which its checkpoints keep; for those of other trainers, up to the last log."""
+    """The seconds of a training up to its last checkpoint, or to its end."""
     kept: Any = state.stateful_callbacks
-    logged = (entry[_SECONDS] for entry in reversed(state.log_history) if _SECONDS in entry)
-    return float(kept[_SECONDS] if _SECONDS in kept else next(logged, 0.0))
+    return float(kept.get(_SECONDS, 0.0))
 
 
 # ---- Its end: by a signal, or by a metric that no longer improves ----

@@ -210,18 +210,15 @@ Sets = Mapping[str, object]
 
 
 def find_average(
-    trainer: Any,
-    start: Weights,
-    end: Weights,
-    gains: Sets,
-    guards: Sequence[Sets],
-    alpha: float | None,
-    tolerance: float,
+    trainer: Any, start: Weights, gains: Sets, guards: Sequence[Sets], alpha: float | None, tolerance: float
 ) -> Averaged:
-    """Measures averages, and gives a trainer's model the weights at ``alpha`` or at the α that it chooses; collective.
+    """Measures averages of the weights of a start with those of a trainer's model, which then has one; collective.
+
+    That is the average at ``alpha``, or at the α that it chooses. The main process keeps the weights of both in host
+    memory, and no process has a second model on its device.
 
     Args:
-        start, end: the whole weights, as `main_weights`; those of other processes than the main one are not read.
+        start: the whole weights, as `main_weights`; those of other processes than the main one are not read.
         gains: the sets that the training is for, by name.
         guards: the sets on which the model should not get worse, by name: first one half of each, then the other, see
             `hf_infcl.quality.averages.halves`.
@@ -229,7 +226,7 @@ def find_average(
             and choose.
         tolerance: what a guard may lose if the average is chosen, as a fraction.
     """
-    model, sets = trainer.dual_encoder.model, {**gains, **with_halves(*guards)}
+    model, end, sets = trainer.dual_encoder.model, main_weights(trainer), {**gains, **with_halves(*guards)}
 
     def move(at: float) -> None:
         reshard(model)
@@ -253,10 +250,8 @@ def find_average(
     return Averaged(best, tolerance if alpha is None else None, found, norms)
 
 
-def average_with_start(trainer: Any, start: Mapping[str, Tensor], *sets: Any, **options: Any) -> Averaged:
+def average_with_start(trainer: Any, start: Weights, *sets: Any, **options: Any) -> Averaged:
     """`find_average` of the ``start`` of a training and its end, once it has ended; collective.
-
-    The main process keeps both in host memory, and no process a second model on its device.
 
     Raises:
         ValueError: no checkpoint keeps the weights of the end, for example because the disk was full.
@@ -264,7 +259,7 @@ def average_with_start(trainer: Any, start: Mapping[str, Tensor], *sets: Any, **
     kept = checkpoint_of_end(trainer) is not None
     if not Processes().agree([kept])[0][0]:
         raise ValueError("No checkpoint keeps the weights at the end of the training: use `infcl average` instead.")
-    return find_average(trainer, start, main_weights(trainer), *sets, **options)
+    return find_average(trainer, start, *sets, **options)
 
 
 def main_weights(trainer: Any) -> dict[str, Tensor]:

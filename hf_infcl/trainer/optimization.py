@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields
 from typing import Any
 
 from accelerate import Accelerator
@@ -152,9 +151,8 @@ def check_optimizer_options(
         return optimizer_for(variant)
 
     optimizer = spelled(args.optim)
-    defaults = {option.name: option.default for option in fields(args) if option.name in ADAM_OPTIONS}
-    changed = [name for name, default in defaults.items() if getattr(args, name) != default]
-    if unused := [name for name in changed if settings(**{name: defaults[name]}) == settings()]:
+    changed = {name: default for name in ADAM_OPTIONS if getattr(args, name) != (default := getattr(type(args), name))}
+    if unused := [name for name, default in changed.items() if settings(**{name: default}) == settings()]:
         raise ValueError(
             f"{' and '.join(f'{name}={getattr(args, name)}' for name in unused)} would have no effect, because "
             f"optim={optimizer!r} has no such option. Leave it out, or choose another optimizer."

@@ -387,9 +387,9 @@ class InfCLTrainer(Trainer):
         if saved is None:
             state.best_model_checkpoint = best_before
             return
-        best = [] if state.best_model_checkpoint is None else [Path(state.best_model_checkpoint)]
         if args.should_save:
-            rotate(output_dir, args.save_total_limit, [saved.folder, *self._pushes.uploading().values(), *best])
+            kept = saved.folder, Path(state.best_model_checkpoint or saved.folder), *self._pushes.uploading().values()
+            rotate(output_dir, args.save_total_limit, kept)
         self._pushes.copy_checkpoint(saved.folder)
         if args.push_to_hub:  # last, as the Hub's client looks into all folders
             self._push_from_checkpoint(str(saved.folder))
