@@ -223,17 +223,14 @@ class MuonAdamW(torch.optim.Optimizer):
             layout = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
             alike[tuple(p.shape), p.dtype, p.device, layout].append(p)
         for parameters in alike.values():
-            processes, orthogonalise = self._division(parameters[0])
-            most = max(1, MOST_VALUES // parameters[0].numel()) * processes
+            if isinstance(parameters[0], DTensor):
+                group_of_rows = _sharding_group(parameters[0])
+                ranks, divided = dist.get_world_size(group_of_rows), partial(orthogonalise_sharded, group=group_of_rows)
+            else:
+                ranks, divided = self._processes.world_size, partial(orthogonalise_shared, processes=self._processes)
+            most = max(1, MOST_VALUES // parameters[0].numel()) * ranks
             for first in range(0, len(parameters), most):
-                yield self._update(group, parameters[first : first + most], orthogonalise)
-
-    def _division(self, parameter: Tensor) -> tuple[int, Callable[..., Transfers]]:
-        """The number of processes that divide a stack of such parameters, and how it is orthogonalised."""
-        if isinstance(parameter, DTensor):
-            sharding = _sharding_group(parameter)
-            return dist.get_world_size(sharding), partial(orthogonalise_sharded, group=sharding)
-        return self._processes.world_size, partial(orthogonalise_shared, processes=self._processes)
+                yield self._update(group, parameters[first : first + most], divided)
 
     def _update(
         self, group: Group, parameters: list[Tensor], orthogonalise: Callable[..., Transfers]

@@ -1,6 +1,5 @@
 """`InfCLTrainer` and its parts."""
 
-import importlib
 import importlib.util
 
 import torch

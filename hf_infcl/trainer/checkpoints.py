@@ -33,22 +33,17 @@ from ..processes.collectives import Processes
 MANIFEST_NAME = "infcl_manifest.json"
 _PARTIAL, _REMOVED = "_partial-", "_removed-"  # Trainer does not regard names that begin with an underscore
 
-# The files of an optimizer, as Trainer and FSDP (in shards) name them.
-_OPTIMIZER_FILES = "optimizer*"
-
 logger = logging.getLogger(__name__)
 
 
 class Checkpoint:
-    """A checkpoint while it is written.
+    """A checkpoint after so many optimizer steps while it is written: `begin`, then its files, `flush`, `complete`.
 
-    Call `begin`, `flush` and `complete` in this order, and write the files between the first two. Every process has to
-    return from one before any process calls the next. ``step`` is the number of trained optimizer steps.
+    Every process has to return from one before any process calls the next.
 
     Attributes:
         folder: the location of the complete checkpoint.
-        partial_dir: the folder that replaces ``output_dir`` while the checkpoint is written.
-        partial: the location of the checkpoint while it is written, in ``partial_dir``.
+        partial: its location while it is written, in ``partial_dir``, which then replaces ``output_dir``.
     """
 
     def __init__(self, output_dir: str | Path, step: int) -> None:
@@ -68,8 +63,7 @@ class Checkpoint:
 
     def flush(self) -> None:
         """Flushes all written files to the disk, so that they survive a power failure."""
-        for path in (*self.partial_dir.rglob("*"), self.partial_dir):
-            _flush(path)
+        _flush(*self.partial_dir.rglob("*"), self.partial_dir)
 
     def complete(self) -> None:
         """Adds the manifest and gives the checkpoint its final name, replacing an older checkpoint of that name."""
@@ -79,8 +73,7 @@ class Checkpoint:
         # The newest of all, also where the clock was set back, or that of the machine before was fast.
         written = max([time.time_ns(), *(_written(folder) + 1 for folder in _folders(self.folder.parent))])
         manifest.write_text(json.dumps({"written": written, "files": described}, indent=2), encoding="utf-8")
-        _flush(manifest)
-        _flush(self.partial)
+        _flush(manifest, self.partial)
         _put_in_place(self.partial, self.folder)
         _remove(self.partial_dir)
 
@@ -154,7 +147,7 @@ def _described(folder: Path, names: Collection[str]) -> dict[str, dict[str, int]
 
 
 def _put_in_place(partial: Path, folder: Path) -> None:
-    """Gives a complete checkpoint its final name, replacing an older checkpoint of that name."""
+    """Gives a complete checkpoint its final name."""
     replaced = folder.with_name(_REMOVED + folder.name)
     if folder.exists():
         folder.rename(replaced)
@@ -170,15 +163,16 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:  # some file systems cannot flush folders
-        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(handle)
+def _flush(*paths: Path) -> None:
+    for path in paths:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        except OSError as error:  # some file systems cannot flush folders
+            if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+        finally:
+            os.close(handle)
 
 
 def damage(checkpoint: str | Path, *, checksums: bool = True) -> str | None:
@@ -311,7 +305,7 @@ def _not_resumable(checkpoint: str) -> str | None:
         return f"There is no checkpoint {checkpoint}."
     if not (Path(checkpoint, MANIFEST_NAME).exists() or Path(checkpoint, RECORD_NAME).exists()):
         if Path(checkpoint, TRAINER_STATE_NAME).is_file():
-            if any(Path(checkpoint).glob(_OPTIMIZER_FILES)):
+            if any(Path(checkpoint).glob("optimizer*")):  # as Trainer and FSDP (in shards) name its files
                 return None  # another trainer's, which `Resumption.check` refuses
             inside = ", ".join(folder.name for folder in _folders(checkpoint)) or "none here"
             return (
@@ -402,16 +396,15 @@ class CheckpointStore:
 # ---- A full disk ----
 
 
-# What libraries say instead of the operating system's words: numpy, PIL and torch.
-_WRITES_FAILED = (" requested and ", "encoder error", "PytorchStreamWriter", "inline_container", "iostream error")
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# The words of the operating system, and what numpy, PIL and torch say instead.
+_FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
+_FULL += (" requested and ", "encoder error", "PytorchStreamWriter", "inline_container", "iostream error")
 GOES_ON = "with --resume_from_checkpoint auto, which continues from the last checkpoint and writes the results"
 
 
 def _is_full(error: BaseException | None) -> bool:
     """Whether a disk, the user's share of it or a file may not grow, by the text of an error or of its cause."""
-    said = [*map(os.strerror, _FULL), *_WRITES_FAILED]
-    return error is not None and (any(one in str(error) for one in said) or _is_full(error.__cause__))
+    return error is not None and (any(words in str(error) for words in _FULL) or _is_full(error.__cause__))
 
 
 def _times(folder: Path) -> dict[Path, int]:

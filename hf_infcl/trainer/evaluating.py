@@ -159,8 +159,8 @@ class Evaluator:
         self._logged = state.log_history
         # Trainer keeps this part of its state in checkpoints, so a resumed training has the values as well.
         kept: Any = state.stateful_callbacks
-        scores_before = kept.setdefault("scores_before", {})
-        self._changes = ScoreChanges(scores_before, state.log_history, at_start=state.global_step == 0)
+        before = kept.setdefault("scores_before", {})
+        self._changes = ScoreChanges(before, state.log_history, at_start=state.global_step == 0)
         self._classifier: Tensor | None = None
         self._type_of_set, self._prefix = "dataset", "eval"
         self._of_batch: tuple[Any, Any] = None, None  # the batch of the loop, and its texts in host memory

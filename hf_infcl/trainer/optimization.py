@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -47,8 +46,7 @@ class Optimization:
             ValueError: no parameter would be trained, or the optimizer does not take its options.
         """
         context, passed, args = trainer.context, trainer.optimizer, self._args
-        encoder, accelerator = context.encoder, context.accelerator
-        model, self._was_asked = encoder.model, True
+        encoder, model, self._was_asked = context.encoder, context.encoder.model, True
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(
                 "Nothing would be trained: no parameter of the model requires a gradient. Call requires_grad_(True) on "
@@ -64,7 +62,7 @@ class Optimization:
             return passed
         self.creates_optimizer = trainer.optimizer_cls_and_kwargs is None
         if args.optimizer == "muon":
-            optimizer: Optimizer = _create_muon(encoder, args, trainer.get_decay_parameter_names(model), accelerator)
+            optimizer: Optimizer = _create_muon(encoder, args, trainer.get_decay_parameter_names(model))
             start = getattr(getattr(model, "config", None), "_name_or_path", "")
             # Muon is for random weights.
             if start and trainer.resumption.checkpoint is None and not encoder.looks_random():
@@ -184,13 +182,8 @@ def decaying(model: nn.Module, names: Iterable[str], exempt: Sequence[str]) -> l
     return [name for name in names if name in trained and trained[name].ndim > 1 and name not in exempted]
 
 
-def _create_muon(
-    encoder: DualEncoder, args: InfCLTrainingArguments, decaying: Collection[str], accelerator: Accelerator
-) -> MuonAdamW:
-    """The optimizer of ``optimizer="muon"``. Raises as `parameter_groups` does.
-
-    Processes that hold equal parameters share the matrices among themselves.
-    """
+def _create_muon(encoder: DualEncoder, args: InfCLTrainingArguments, decaying: Collection[str]) -> MuonAdamW:
+    """The optimizer of ``optimizer="muon"``. Raises as `parameter_groups` does."""
     rate = _MUON_RATE * args.learning_rate if args.muon_learning_rate is None else args.muon_learning_rate
     if rate > _HIGHEST_MUON_RATE:
         logger.warning(
@@ -213,7 +206,7 @@ def _create_muon(
         betas=(args.adam_beta1, args.adam_beta2),
         eps=args.adam_epsilon,
         fused=spelled(args.optim) == "adamw_torch_fused",
-        processes=None if accelerator.is_fsdp2 else Processes(),
+        processes=Processes(),  # unless FSDP2 shards the parameters, they hold equal ones
         **muon_settings(args.optim_args),
     )
 

@@ -73,18 +73,21 @@ def _described(data: object, args: InfCLTrainingArguments) -> str:
     return type(data).__name__ + rows + captions + ("" if isinstance(data, IterableDataset) else order)
 
 
-def check_same_on_all_ranks(args: InfCLTrainingArguments, run: dict[str, Any], resumes: str | bool | None) -> None:
-    """Raises a ValueError on every process if their models, data or options differ, such as an outdated copy.
+def make_resumption(context: Context, resumes: str | bool | None, repository: str | None) -> Resumption:
+    """The checkpoint that a run resumes from, if any, after it was compared with the run; collective.
 
-    It also does so if only some of the processes resume. The folder of a checkpoint may have different names on
-    different machines.
+    The folder of a checkpoint may have different names on different machines.
+
+    Raises:
+        ValueError: on every process, if their models, data or options differ, such as an outdated copy, or only some of
+            them resume; there is no such checkpoint, it is damaged, or `Resumption.check` refuses it.
     """
-    named = isinstance(resumes, str) and resumes != "auto"
-    facts = facts_by_name(args)
+    args, run = context.args, make_run(context)
+    resumes = checkpoint_of_hub_if_named(resumes, args, repository)
+    named, facts = isinstance(resumes, str) and resumes != "auto", facts_by_name(args)
     # What is no field, transformers adds, such as the version.
     of_this = {name: value for name, value in args.to_dict().items() if name in facts and not facts[name].one_machine}
-    of_this |= run
-    of_this["resume_from_checkpoint"] = "a folder" if named else resumes or None
+    of_this |= run | {"resume_from_checkpoint": "a folder" if named else resumes or None}
     runs = Processes().gather_objects(as_json(of_this))
     for rank, other in enumerate(runs):
         if differences := [
@@ -96,18 +99,6 @@ def check_same_on_all_ranks(args: InfCLTrainingArguments, run: dict[str, Any], r
                 f"The ranks would train different runs: {', '.join(differences)}. Give every machine the same model, "
                 "data and options; a copy may be out of date."
             )
-
-
-def make_resumption(context: Context, resumes: str | bool | None, repository: str | None) -> Resumption:
-    """The checkpoint that a run resumes from, if any, after it was compared with the run; collective.
-
-    Raises:
-        ValueError: the ranks would train different runs; there is no such checkpoint, it is damaged, or
-            `Resumption.check` refuses it.
-    """
-    args, run = context.args, make_run(context)
-    resumes = checkpoint_of_hub_if_named(resumes, args, repository)
-    check_same_on_all_ranks(args, run, resumes)
     resumption = Resumption(choose(str(args.output_dir), resumes, looks=args.should_save))
     resumption.check(run, context.data, args.world_size)
     return resumption
@@ -207,8 +198,12 @@ class Resumption:
             epochs: returns those of data with a position.
             counted: the numbers that Trainer computes, for checkpoints without a position in the data.
         """
-        if self.checkpoint is not None:
-            self._set_intervals(state, args)
+        if self.checkpoint is not None:  # with whose intervals Trainer would go on
+            kinds = [kind for kind in ("logging", "eval", "save") if getattr(args, f"{kind}_strategy") == "steps"]
+            before = {f"{kind}_steps": getattr(state, f"{kind}_steps") for kind in kinds}
+            state.compute_steps(args, state.max_steps)
+            if changed := was_and_is(before, {name: getattr(state, name) for name in before}):
+                logger.warning(f"{self.checkpoint} is resumed with other intervals: {changed}.")
         if reason := why_complete(state, args.early_stopping_patience):
             at = f"{self.checkpoint} was saved after step {state.global_step}"
             logger.warning(f"Nothing is left to train: {at}, and {reason}.")
@@ -221,12 +216,3 @@ class Resumption:
             epoch = passes.of(position)
             position -= passes.begin(epoch)
         return epoch, position * args.gradient_accumulation_steps
-
-    def _set_intervals(self, state: TrainerState, args: InfCLTrainingArguments) -> None:
-        """Trainer would go on with those of the checkpoint."""
-        kinds = [kind for kind in ("logging", "eval", "save") if getattr(args, f"{kind}_strategy") == "steps"]
-        names = [f"{kind}_steps" for kind in kinds]
-        before = {name: getattr(state, name) for name in names}
-        state.compute_steps(args, state.max_steps)
-        if changed := was_and_is(before, {name: getattr(state, name) for name in names}):
-            logger.warning(f"{self.checkpoint} is resumed with other intervals: {changed}.")

@@ -32,12 +32,9 @@ from ..quality.teachers import make_teachers
 from ..step.micro_batches import find_micro_batches, recorded, run_repeating
 from ..step.step import WindowStep
 from ..step.terms import Context, Start
-from . import loaders
-from . import model_files as files
+from . import construction, loaders, model_files
 from .checkpoints import Checkpoints, rotate
-from .construction import check_arguments, check_overrides, make_collator, prepare_model
 from .evaluating import Evaluator, check_metric_of_training, checked_metrics, tell_predictions
-from .loaders import CaptionNotices, TrainingData
 from .loop_events import Decisions, Progress, add_own_callbacks, is_logged, replaced, saved_early, switch_weights
 from .optimization import Optimization, decaying
 from .resuming import Resumption, make_resumption, make_run
@@ -86,17 +83,17 @@ class InfCLTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         args = InfCLTrainingArguments() if args is None else args
-        check_arguments(model, args, data_collator, kwargs)
-        check_overrides(type(self), InfCLTrainer)
-        self.resumption, self.interruptions, self.caption_notices = Resumption(), Interruptions(), CaptionNotices()
-        self.found: dict[str, Found | None] = {}
+        construction.check_arguments(model, args, data_collator, kwargs)
+        construction.check_overrides(type(self), InfCLTrainer)
+        self.resumption, self.interruptions = Resumption(), Interruptions()
+        self.caption_notices, self.found = loaders.CaptionNotices(), dict[str, Found | None]()
         self._evaluating: Evaluator | None = None
-        self._pushes, self.optimization = files.Pushes(args), Optimization(args)
+        self._pushes, self.optimization = model_files.Pushes(args), Optimization(args)
         self._extensions = tuple(kwargs.pop("extensions", ()))
         super().__init__(model, args, data_collator, **kwargs)
         if model is not None:  # otherwise `call_model_init` has prepared it
-            self._start = prepare_model(self.model, args, self.accelerator)
-        self.data_collator = make_collator(self, data_collator)
+            self._start = construction.prepare_model(self.model, args, self.accelerator)
+        self.data_collator = construction.make_collator(self, data_collator)
         self._extensions += make_teachers(self.context, remakes_model=model is None)
         add_own_callbacks(self)
         flushes, sharded = args.local_process_index == 0, self.accelerator.is_fsdp2
@@ -146,17 +143,17 @@ class InfCLTrainer(Trainer):
         self._train_batch_size = self.args.per_device_train_batch_size
         return super()._inner_training_loop(*args, **kwargs)
 
-    def _begin_training(self) -> tuple[WindowStep, TrainingData]:
+    def _begin_training(self) -> tuple[WindowStep, loaders.TrainingData]:
         """Creates the parts that live as long as a training."""
         args, record, loader = self.args, self.resumption.record, self.callback_handler.train_dataloader
-        self.training_data = TrainingData(loader, args, record, self.data_collator)
+        self.training_data = loaders.TrainingData(loader, args, record, self.data_collator)
         self.progress = Progress(self.state, args.global_batch_size)
         hooks: Any = {"rows_of_dataset": self.training_data.rows_at, "phases": self.interruptions.phases}
         context, steps = self.context, self.state.max_steps
         context = replace(context, extensions=(*make_selections(context, steps), *context.extensions))
         self.window_step = WindowStep(context, self.model_wrapped, record, steps=steps, **hooks)
-        self.window_step.load_state_dict(files.read_states(self.resumption.checkpoint))
-        files.go_on_with_losses(self)
+        self.window_step.load_state_dict(model_files.read_states(self.resumption.checkpoint))
+        model_files.go_on_with_losses(self)
         if loader is not None and self.is_world_process_zero():
             self.caption_notices.was_told = record is not None
             self.caption_notices.look_at_all(self.context, self.eval_dataset)
@@ -191,7 +188,7 @@ class InfCLTrainer(Trainer):
     def call_model_init(self, trial: object = None) -> Any:
         model = super().call_model_init(trial)
         vars(self).pop("dual_encoder", None)  # of the model before
-        self._start = prepare_model(model, self.args, self.accelerator)
+        self._start = construction.prepare_model(model, self.args, self.accelerator)
         return model
 
     def _hp_search_setup(self, trial: object) -> None:
@@ -273,9 +270,7 @@ class InfCLTrainer(Trainer):
 
     # ---- The step ----
 
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
         """Adds the gradient of a whole window in the last of Trainer's calls for it: see `WindowStep.run`.
 
         Raises:
@@ -369,7 +364,7 @@ class InfCLTrainer(Trainer):
         """Writes Trainer's checkpoint completely or not at all, removes old ones and pushes it; collective."""
         args, state, output_dir = self.args, self.state, super()._get_output_dir(trial)
         self.interruptions.phases.enter("saving", state.global_step)
-        files.keep_losses_since_log(self)
+        model_files.keep_losses_since_log(self)
         self.progress.keep_seconds(state)
         record = RunRecord(
             make_run(self.context),
@@ -382,7 +377,7 @@ class InfCLTrainer(Trainer):
             compiled=self.window_step.compilation.decided,
         )
         save, best_before = partial(super()._save_checkpoint, model, trial), state.best_model_checkpoint
-        write = partial(files.write_checkpoint, self, save)
+        write = partial(model_files.write_checkpoint, self, save)
         saved = self.checkpoints.save(output_dir, state.global_step, record, write)
         if saved is None:
             state.best_model_checkpoint = best_before
@@ -407,7 +402,7 @@ class InfCLTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the model like Trainer, but also if FSDP2 writes its checkpoints in shards, which Trainer does not."""
         switch_weights(self.optimizer, "eval")
-        if files.saves_shards(self.accelerator) and self.checkpoints.partial_dir is None:
+        if model_files.saves_shards(self.accelerator) and self.checkpoints.partial_dir is None:
             state = self.accelerator.get_state_dict(self.model)
             if self.args.should_save:  # older releases of transformers write on every process that calls it
                 self._save(output_dir, state)
@@ -418,11 +413,11 @@ class InfCLTrainer(Trainer):
                     callback.on_model_saved(self.args, self.state, self.control)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        files.save_weights(self, output_dir, state_dict, super()._save)
+        model_files.save_weights(self, output_dir, state_dict, super()._save)
 
     def init_hf_repo(self, token: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Creates the repository and the branch ``hub_revision``; see `files.make_repository`."""
-        files.make_repository(self, partial(super().init_hf_repo, token, *args, **kwargs), token)
+        """Creates the repository and the branch ``hub_revision``; see `model_files.make_repository`."""
+        model_files.make_repository(self, partial(super().init_hf_repo, token, *args, **kwargs), token)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Pushes a complete checkpoint in the background, as ``hub_strategy`` asks for; see `Pushes`."""
