@@ -72,9 +72,9 @@ def rows_of(open_clip: Any, name: str, config: dict[str, Any]) -> list[dict[str,
         to_ours = comparison.differences(model, weights, config)
         model.load_state_dict(drawn(model, seed + SEEDS), strict=False)
         to_theirs = comparison.differences(model, *to_open_clip(model, processor))
-        for direction, found in (("to transformers", to_ours), ("to OpenCLIP", to_theirs)):
+        for direction, (cosine, largest) in (("to transformers", to_ours), ("to OpenCLIP", to_theirs)):
             row = {"config": name, "class": type(model).__name__, "direction": direction, "seed": seed}
-            rows.append(row | {"cosine": f"{found.cosine:.7f}", "largest": f"{found.largest:.1e}"})
+            rows.append(row | {"cosine": f"{cosine:.7f}", "largest": f"{largest:.1e}"})
     return rows
 
 

@@ -29,7 +29,6 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from hf_infcl import cli
-from hf_infcl.models import open_clip as comparison
 from hf_infcl.models import open_clip_inputs as tokenizing
 from hf_infcl.models import pretrained as folders
 from hf_infcl.models.open_clip import convert, from_open_clip, load_open_clip, to_open_clip
@@ -262,9 +261,9 @@ def test_a_checkpoint_of_the_training_needs_the_name_of_its_model(tmp_path, caps
     torch.save(saved, path)
     assert "need --open_clip_model beside them" in mistake(capsys, "convert", path, tmp_path / "ours")
     named = str(folder_of("CLIP", tmp_path / "theirs") / folders.CONFIG)
-    found = folders.read(path, named)
+    found, of_found, _ = folders.read(path, named)
     expected, _ = from_open_clip(tensors("CLIP"), CLIP)
-    assert same_weights(from_open_clip(found.tensors, found.config)[0], expected)
+    assert same_weights(from_open_clip(found, of_found)[0], expected)
     tokenizer().save_pretrained(tmp_path / "letters")
     words = [str(path), str(tmp_path / "ours"), "--tokenizer", str(tmp_path / "letters")]
     cli.main("convert", [*words, "--open_clip_model", named])
@@ -332,10 +331,10 @@ def test_a_hub_repository_is_read_like_a_folder(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(folders, "snapshot_download", lambda name, **_: asked.append(name) or str(folder))
     monkeypatch.setattr(folders, "hf_hub_download", lambda name, file: asked.append((name, file)))
-    checkpoint = folders.read("hf-hub:laion/model")
+    found, _, read = folders.read("hf-hub:laion/model")
     assert asked == ["laion/model", ("laion/model", "open_clip_model.safetensors")]
-    assert checkpoint.folder == folder
-    assert checkpoint.tensors.keys() == tensors("CLIP").keys()
+    assert read == folder
+    assert found.keys() == tensors("CLIP").keys()
 
 
 def test_weights_that_are_not_finite_are_not_converted(tmp_path, capsys):
@@ -352,8 +351,7 @@ def test_weights_that_are_not_finite_are_not_converted(tmp_path, capsys):
 @pytest.mark.parametrize("case", ["CLIP", "SigLIP"])
 def test_embeddings_that_differ_are_not_written(case, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "open_clip", SimpleNamespace())
-    found = comparison.Differences(cosine=0.99, largest=0.1)
-    monkeypatch.setattr("hf_infcl.models.open_clip.differences", lambda *_: found)
+    monkeypatch.setattr("hf_infcl.models.open_clip.differences", lambda *_: (0.99, 0.1))
     line = mistake(capsys, "convert", folder_of(case, tmp_path / "theirs"), tmp_path / "ours")
     assert "the least cosine is 0.990000" in line
     assert not (tmp_path / "ours").exists()

@@ -34,7 +34,7 @@ def test_embeddings_and_temperature_make_the_model_s_own_logits(kind):
         # Evaluation encodes with each tower separately, and gets the same embeddings.
         torch.testing.assert_close(encoder.encode_images(batch), images, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(encoder.encode_texts(batch), texts, rtol=1e-4, atol=1e-5)
-    assert encoder.objective == ("sigmoid" if kind.startswith("siglip") else "softmax")
+    assert encoder.kind.objective == ("sigmoid" if kind.startswith("siglip") else "softmax")
     assert len(encoder.temperature_parameters) == (2 if kind.startswith("siglip") else 1)
     assert bool(encoder.batch_norms()) == (kind in ("align", "groupvit"))
 

@@ -147,7 +147,7 @@ def test_evaluation_is_of_the_whole_set_on_any_number_of_ranks(ranks, tmp_path, 
         tokens = torch.cat([data.captions(row) for row in range(23)])
         texts = encoder.encode_texts({"input_ids": tokens, "attention_mask": torch.ones_like(tokens)})
         first = [owner.index(row) for row in range(23)]
-        options = {"objective": encoder.objective, "pair_ids": torch.arange(23) // 2}
+        options = {"objective": encoder.kind.objective, "pair_ids": torch.arange(23) // 2}
         embeds = images.double(), texts[first].double()
         loss = reference.contrastive_loss(*embeds, *encoder.scale_and_bias(), **options)
     expected = {"loss": loss.item(), **retrieval_metrics(images, texts, torch.tensor(owner))}

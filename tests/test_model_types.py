@@ -93,7 +93,7 @@ def test_two_windows_have_the_gradients_of_the_whole_batch(ranks, tmp_path, kind
             embeds.append(encoder.embed(model, encoded[-1]))
         images, texts = (torch.cat(column) for column in zip(*embeds, strict=True))
         scale, bias = encoder.scale_and_bias()
-        loss = reference.contrastive_loss(images, texts, scale, bias, objective=encoder.objective)
+        loss = reference.contrastive_loss(images, texts, scale, bias, objective=encoder.kind.objective)
         loss.sum().backward()
         expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()

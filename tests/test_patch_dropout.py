@@ -11,7 +11,7 @@ from helpers.usage import kept_bytes
 from torch import Tensor
 
 from hf_infcl.models.counting import count_operations
-from hf_infcl.models.dual_encoder import DualEncoder, PatchDropout
+from hf_infcl.models.dual_encoder import DualEncoder, drop_patches
 from hf_infcl.step import step as training_step
 
 NONE = ("align", "siglip2")  # towers without patches that can be left out
@@ -37,7 +37,7 @@ class Tokens:
 def test_every_tower_takes_a_part_of_the_patches(build, kind):
     model = build()
     tokens = Tokens(model)
-    dropout = PatchDropout(DualEncoder(model), 0.5)
+    dropout = drop_patches(DualEncoder(model), 0.5)
     tokens.watch()
     encoder, batch = DualEncoder(model), models.batch_for(kind)
     embeds = encoder.embed(model.train(), batch)
@@ -131,7 +131,7 @@ def test_the_tower_computes_and_keeps_less():
     )
     batch["pixel_values"] = torch.randn(8, 3, 32, 32)
     whole, kept = count_operations(encoder, batch), kept_bytes(encoder, batch)
-    PatchDropout(encoder, 0.5)
+    drop_patches(encoder, 0.5)
     half = count_operations(encoder, batch)
     assert half[0].forward == pytest.approx(0.5 * whole[0].forward, rel=0.1)
     assert half[1] == whole[1], "the texts"

@@ -58,7 +58,7 @@ def test_the_gradient_of_a_window_is_that_of_plain_autograd(tmp_path, build, rep
     encoder = DualEncoder(plain)
     encoder.initialise_sigmoid()
     embeds, temperature = encoder.embed(plain, data.batch()), encoder.scale_and_bias()
-    expected = reference.contrastive_loss(*embeds, *temperature, objective=encoder.objective, pair_ids=data.ids)
+    expected = reference.contrastive_loss(*embeds, *temperature, objective=encoder.kind.objective, pair_ids=data.ids)
     expected.backward()
     whole = torch.stack([g.norm() for g in gradients(plain).values()]).norm()
     for count in (1, 2, 4):

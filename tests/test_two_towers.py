@@ -82,7 +82,7 @@ def test_a_tower_is_frozen_with_its_projection(tmp_path, tower):
     frozen = {"image": {"vision_model", "visual_projection"}, "text": {"text_model", "text_projection"}}[tower]
     assert frozen <= same
     assert not {"logit_scale", "logit_bias"} & same
-    assert trainer.dual_encoder.objective == "sigmoid"
+    assert trainer.dual_encoder.kind.objective == "sigmoid"
 
 
 def test_freezing_needs_towers_of_these_names(tmp_path):

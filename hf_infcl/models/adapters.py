@@ -54,10 +54,8 @@ def resize_images(encoder: DualEncoder, size: int | None) -> None:
     config: Any = getattr(tower, "config", None)
     if size is None or getattr(config, "image_size", None) == size:
         return
-    kind = getattr(config, "model_type", None)
-    if kind not in IMAGE_TOWERS:
-        _check_has_no_positions(encoder, tower, kind)
-    else:
+    kind, model = getattr(config, "model_type", None), f"The image tower of {type(encoder.base).__name__}"
+    if kind in IMAGE_TOWERS:
         _check_multiple(config, size)
         if encoder.base is not encoder.model:
             raise ValueError(
@@ -67,6 +65,16 @@ def resize_images(encoder: DualEncoder, size: int | None) -> None:
             )
         with torch.no_grad():
             _resize_positions(tower.embeddings, config, size)
+    elif kind == "siglip2_vision_model":
+        raise ValueError(
+            f"{model} (type {kind!r}) takes images of any size, cut into at most max_num_patches patches. Leave "
+            "image_size out, and set processor.image_processor.max_num_patches."
+        )
+    elif kind is None or any("position" in name for name, _ in tower.named_parameters()):
+        raise ValueError(
+            f"{model} (type {kind!r}) has position embeddings that cannot be interpolated to another image_size. Leave "
+            f"image_size out, or train a tower of the types {', '.join(IMAGE_TOWERS)}, or one without positions."
+        )
     of_tower: Any
     for of_tower in (config, getattr(getattr(encoder.base, "config", None), "vision_config", None)):
         if hasattr(of_tower, "image_size"):
@@ -81,22 +89,6 @@ def _check_multiple(config: Any, size: int) -> None:
             f"image_size={size} is no multiple of the patches of the image tower, which are of {patch} × {patch} "
             f"pixels. Choose {near}."
         )
-
-
-def _check_has_no_positions(encoder: DualEncoder, tower: nn.Module, kind: str | None) -> None:
-    """Raises a ValueError unless a tower that is not known takes images of any size."""
-    if kind is not None and not any("position" in name for name, _ in tower.named_parameters()):
-        return
-    name = f"The image tower of {type(encoder.base).__name__} (type {kind!r})"
-    if kind == "siglip2_vision_model":
-        raise ValueError(
-            f"{name} takes images of any size, cut into at most max_num_patches patches. Leave image_size out, and set "
-            "processor.image_processor.max_num_patches."
-        )
-    raise ValueError(
-        f"{name} has position embeddings that cannot be interpolated to another image_size. Leave image_size out, or "
-        f"train a tower of the types {', '.join(IMAGE_TOWERS)}, or one without positions."
-    )
 
 
 def _resize_positions(embeddings: Any, config: PretrainedConfig, size: int) -> None:

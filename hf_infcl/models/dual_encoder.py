@@ -4,7 +4,6 @@ import contextlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.models.clip.modeling_clip import CLIPOutput
 from transformers.utils import ModelOutput
 
 from ..refusals import check_tokens
@@ -41,6 +42,11 @@ def part_of(output: object, name: str) -> Any:
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
+def _vectors(output: object) -> Any:
+    """The output of a tower if it is a tensor, otherwise its ``pooler_output``."""
+    return output if isinstance(output, Tensor) else part_of(output, "pooler_output")
+
+
 def pooled(output: object, module: nn.Module, what: str, *, of_transformers: bool = False) -> Tensor:
     """One vector for each input, [n, H]: the output of a tower, or its ``pooler_output``.
 
@@ -51,7 +57,7 @@ def pooled(output: object, module: nn.Module, what: str, *, of_transformers: boo
     Raises:
         ValueError: it is neither.
     """
-    features = output if isinstance(output, Tensor) else part_of(output, "pooler_output")
+    features = _vectors(output)
     is_right = isinstance(features, Tensor) and features.ndim == 2
     if not is_right or (of_transformers and not isinstance(output, ModelOutput)):
         every = "a tensor [inputs, features], or pooler_output of an object or a dict"
@@ -111,25 +117,27 @@ class PlaceholderText:
     """The text tower's output for a placeholder, which stands in for the texts of micro-batches that have none.
 
     A model's forward needs at least one text. Its embedding is dropped, so its values do not matter, and the tower has
-    to run only once. But they have to be finite: in the backward they are multiplied by gradients of 0.
+    to run only once for each dtype and device. But they have to be finite: in the backward they are multiplied by
+    gradients of 0.
     """
 
     def __init__(self, tower: nn.Module, projection: nn.Module | None) -> None:
         self._tower, self._projection = tower, projection
         self._output: Any = None
-        self._kind: Any = None  # dtype and device of the tower that returned it
+        self._kind: Any = None  # dtype and device of the tower when it was asked
         # The same function for all forwards, because a compiled model would be compiled again for another one.
         self._forward = self._again
 
-    def known(self) -> bool:
-        """Whether the output is there, in the tower's dtype and on its device."""
-        return self._kind == self._kind_of_tower()
-
     def learn(self, model: nn.Module, forward: Callable[[], object]) -> None:
-        """Keeps the output, unless it is not finite. ``forward`` calls the model on any images and one text.
+        """Keeps the output, unless it is there or not finite. ``forward`` calls the model on any images and one text.
 
         The model is in evaluation mode meanwhile: the forward draws no random numbers.
         """
+        parameter = next(self._tower.parameters())
+        kind = parameter.dtype, parameter.device
+        if self._output is not None and self._kind == kind:
+            return
+        self._output, self._kind = None, kind
         outputs: dict[str, Any] = {}
         # A compiled forward could not store the output.
         eager = torch.compiler.set_stance("force_eager")
@@ -139,22 +147,18 @@ class PlaceholderText:
         values = output.values() if isinstance(output, Mapping) else [output]
         if all(value.isfinite().all() for value in values if isinstance(value, Tensor)):
             self._output = dict(output) if isinstance(output, BaseModelOutputWithPooling) else output
-            self._kind = self._kind_of_tower()
 
     @contextlib.contextmanager
     def instead_of_tower(self) -> Iterator[None]:
-        """Within the context the tower returns the output, and computes nothing."""
+        """Within the context the tower returns the output, if it is there, and computes nothing."""
+        forward = self._tower.forward if self._output is None else self._forward
         # In training mode, a batch norm in the projection would count the placeholder, or fail on a single row.
-        with patch.object(self._tower, "forward", self._forward), _evaluation_mode(self._projection):
+        with patch.object(self._tower, "forward", forward), _evaluation_mode(self._projection):
             yield
 
     def _again(self, *args: object, **kwargs: object) -> Any:
         of_transformers = type(self._output) is dict and "last_hidden_state" in self._output
         return BaseModelOutputWithPooling(**self._output) if of_transformers else self._output
-
-    def _kind_of_tower(self) -> Any:
-        parameter = next(self._tower.parameters())
-        return parameter.dtype, parameter.device
 
 
 @contextlib.contextmanager
@@ -205,7 +209,6 @@ class DualEncoder:
         forward = vars(self.base).get("_original_forward", self.base.forward)
         of_others = not (getattr(forward, "__module__", None) or "").startswith(("transformers.", "hf_infcl."))
         self.has_own_forward = (of_others or bool(self.base._forward_hooks)) and not self.kind.smooths_labels
-        self.objective = self.kind.objective  # that it was designed for
         self._return_dict = return_dict_for(self.base)
         self._divides = self.kind.temperature == "temperature"
         text_tower, projection = self.towers().get("text"), getattr(model, TOWERS["text"][1], None)
@@ -214,7 +217,6 @@ class DualEncoder:
         self._same_embeddings = SameEmbeddings(self.pooling)
         # That of a tower of transformers that reads no padding.
         self.reads_to_end = None if self.kind.texts in (None, AT_END_IF_PADDED) else self.pooling
-        self._ceiling = getattr(model, "max_log_logit_scale", None)  # AIMv2 clamps within its forward
 
     @property
     def vocabulary(self) -> int | None:
@@ -228,7 +230,7 @@ class DualEncoder:
     def check_images(self, batch: Mapping[str, Tensor]) -> None:
         """Raises a ValueError if the image tower has no embeddings for the patches of images of this size."""
         config, pixel_values = self._config("vision_config"), batch.get("pixel_values")
-        if config is None or IMAGE_TOWERS.get(config.model_type) != ONE_SIZE or not isinstance(config.image_size, int):
+        if IMAGE_TOWERS.get(getattr(config, "model_type", "")) != ONE_SIZE or not isinstance(config.image_size, int):
             return
         if pixel_values is None or pixel_values.ndim != 4:
             return
@@ -242,7 +244,11 @@ class DualEncoder:
             )
 
     def check_texts(self, batch: Mapping[str, Any]) -> None:
-        """Raises a ValueError if different texts, also of earlier calls, get one embedding; see `SameEmbeddings`."""
+        """Raises a ValueError if a token has no embedding, or different texts, also of earlier calls, get the same.
+
+        See `check_tokens` and `SameEmbeddings`.
+        """
+        check_tokens(batch["input_ids"], self.vocabulary)
         self._same_embeddings.check(batch["input_ids"], batch.get("attention_mask"))
 
     @property
@@ -257,13 +263,9 @@ class DualEncoder:
         # Under FSDP a process holds a part of each parameter, but the whole temperature is needed.
         whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in parameters or self.temperature_parameters)
         scale, *bias = whole
-        if self._divides:
-            scale = 1 / scale
-        elif self._ceiling is not None:
-            scale = scale.clamp(0.0, self._ceiling).exp()
-        else:
-            scale = scale.exp()
-        return scale, bias[0] if bias else None
+        if (ceiling := getattr(self.model, "max_log_logit_scale", None)) is not None:  # AIMv2 clamps in its forward
+            scale = scale.clamp(0.0, ceiling)
+        return 1 / scale if self._divides else scale.exp(), bias[0] if bias else None
 
     def looks_random(self) -> bool:
         """Whether the weights seem random by their temperature; collective under FSDP."""
@@ -271,7 +273,7 @@ class DualEncoder:
         value = (scale.full_tensor() if isinstance(scale, DTensor) else scale).item()
         # By this config, random weights begin with this temperature; SigLIP's config has none.
         first = vars(self.base.config).get(f"{self.kind.temperature}_init_value", 0.0)
-        possible = (first, math.log(10)) if self.objective == "sigmoid" else (first,)  # see `initialise_sigmoid`
+        possible = (first, math.log(10)) if self.kind.objective == "sigmoid" else (first,)  # see `initialise_sigmoid`
         return not self.kind.joined and any(abs(value - one) < 1e-6 for one in possible)
 
     @torch.no_grad()
@@ -288,7 +290,7 @@ class DualEncoder:
 
         This only happens if both parameters are 0, as in a SigLIP created from a config. Returns whether it happened.
         """
-        if self.objective != "sigmoid" or any(bool(p != 0) for p in self.temperature_parameters):
+        if self.kind.objective != "sigmoid" or any(bool(p != 0) for p in self.temperature_parameters):
             return False
         scale, bias = self.temperature_parameters
         scale.fill_(math.log(10))
@@ -326,7 +328,7 @@ class DualEncoder:
             inputs["pixel_values"] = features  # a forward has to get images, and gives them to the tower only
         no_texts = bool(batch.get(NO_TEXTS))
         placeholder = self._placeholder if no_texts else None
-        if placeholder is not None and not placeholder.known():
+        if placeholder is not None:
             names = (*IMAGE_INPUTS, IMAGE_FEATURES, *TEXT_INPUTS)
             row = {name: value[:1] for name, value in _select(batch, names).items()}
             placeholder.learn(self.model, partial(self.embed, forward, row))
@@ -334,7 +336,7 @@ class DualEncoder:
             if frozen_outputs is not None:
                 for name, tower in self.frozen_towers().items():
                     stack.enter_context(remembered(tower, frozen_outputs, name))
-            if placeholder is not None and placeholder.known():
+            if placeholder is not None:
                 stack.enter_context(placeholder.instead_of_tower())
             outputs = forward(**inputs, **self._return_dict)
         images, texts = embeds_of(outputs, self.base)
@@ -385,7 +387,7 @@ class DualEncoder:
             ValueError: a tower that trains has fewer layers, or one's own does not name its towers.
         """
         for side, (tower, *projection) in self.parts(TOWERS, f"freeze_layers={count}").items():
-            depth_of, layers = depths(dict(tower.named_parameters()))
+            depth_of, layers = depths(tower)
             if count > layers and not all(map(_is_frozen, (tower, *projection))):
                 raise ValueError(
                     f"freeze_layers={count}, but the {side} tower has {layers} layers. Freeze at most as many, or the "
@@ -429,12 +431,8 @@ class DualEncoder:
         return self._normalised(self.model.get_image_features(**_select(batch, IMAGE_INPUTS)))
 
     def encode_texts(self, batch: Mapping[str, Tensor], *, checked: bool = False) -> Tensor:
-        """L2-normalised text embeddings [texts, D], for evaluation.
-
-        Raises as `check_tokens` and `check_texts` do, unless the texts were ``checked``.
-        """
+        """L2-normalised text embeddings [texts, D], for evaluation; raises as `check_texts`, unless ``checked``."""
         if not checked:
-            check_tokens(batch["input_ids"], self.vocabulary)
             self.check_texts(batch)
         return self._normalised(self.model.get_text_features(**_select(batch, TEXT_INPUTS)))
 
@@ -447,11 +445,10 @@ class DualEncoder:
         token = torch.zeros(1, 1, dtype=torch.int64, device=device)
         output = self.model.eval().get_text_features(input_ids=token, attention_mask=token + 1)
         self.model.train(mode)
-        return int((output if isinstance(output, Tensor) else part_of(output, "pooler_output")).shape[-1])
+        return int(_vectors(output).shape[-1])
 
     def _normalised(self, features: object) -> Tensor:
-        whole = features if isinstance(features, Tensor) else part_of(features, "pooler_output")
-        return F.normalize(whole[:, : self.dims], dim=-1)
+        return F.normalize(_vectors(features)[:, : self.dims], dim=-1)
 
     def batch_norms(self) -> list[str]:
         """Names of the trained batch norms, whose outputs, and thus the gradient, depend on the micro-batch."""
@@ -487,39 +484,36 @@ def check_patches(encoder: DualEncoder) -> None:
         )
 
 
-class PatchDropout:
+def drop_patches(encoder: DualEncoder, share: float) -> RemovableHandle:
     """Drops a random share of the patches of each image in the forwards of training (FLIP, arXiv 2212.00794).
 
     They are dropped after the position embedding, before the first layer. Class and register tokens stay. In evaluation
     mode nothing is dropped. The draw uses torch's generator of the device, so the second pass over a micro-batch, which
-    has the random state of the first, drops the same patches. A hook of the image tower does it.
+    has the random state of the first, drops the same patches.
 
     Args:
         encoder: one for which `check_patches` raises no error.
         share: the share of the patches to drop, in [0, 1). Of n patches, round(n · (1 - share)) stay, at least one.
+
+    Returns:
+        The hook of the image tower that does it, whose ``remove`` restores the tower.
     """
+    tower: Any = encoder.towers()["image"]
+    registers = getattr(tower.embeddings, "register_tokens", None)
+    others = int(hasattr(tower.embeddings, "class_embedding") or hasattr(tower.embeddings, "cls_token"))
+    others += 0 if registers is None else registers.shape[1]
 
-    def __init__(self, encoder: DualEncoder, share: float) -> None:
-        self._share, self._tower = share, encoder.towers()["image"]
-        embeddings: Any = self._tower.embeddings
-        registers = getattr(embeddings, "register_tokens", None)
-        self._prefix = int(hasattr(embeddings, "class_embedding") or hasattr(embeddings, "cls_token"))
-        self._prefix += 0 if registers is None else registers.shape[1]
-        self._hook = embeddings.register_forward_hook(self._drop)
-
-    def remove(self) -> None:
-        """Restores the tower."""
-        self._hook.remove()
-
-    def _drop(self, module: nn.Module, inputs: object, tokens: Tensor) -> Tensor | None:
+    def drop(module: nn.Module, inputs: object, tokens: Tensor) -> Tensor | None:
         # The mode of the tower counts: frozen embeddings are in evaluation mode even below layers that train.
-        if not self._tower.training:
+        if not tower.training:
             return None
-        prefix, patches = tokens[:, : self._prefix], tokens[:, self._prefix :]
+        patches = tokens[:, others:]
         images, count, width = patches.shape
-        kept = max(1, round(count * (1 - self._share)))
+        kept = max(1, round(count * (1 - share)))
         chosen = torch.rand(images, count, device=tokens.device).topk(kept, dim=1).indices
-        return torch.cat([prefix, patches.gather(1, chosen[..., None].expand(-1, -1, width))], dim=1)
+        return torch.cat([tokens[:, :others], patches.gather(1, chosen[..., None].expand(-1, -1, width))], dim=1)
+
+    return tower.embeddings.register_forward_hook(drop)
 
 
 # ---- A dual encoder of any two modules ----
@@ -532,20 +526,10 @@ class _Tower(nn.Module):
         super().__init__()
         self.module, self._what = module, what
 
-    def forward(
-        self, pixel_values: Tensor | None = None, return_dict: bool = True, **texts: Tensor
-    ) -> BaseModelOutputWithPooling:
+    def forward(self, pixel_values: Tensor | None = None, **texts: Tensor) -> BaseModelOutputWithPooling:
         output = self.module(**texts) if pixel_values is None else self.module(pixel_values)
         features = pooled(output, self.module, self._what)
         return BaseModelOutputWithPooling(features[:, None], features)
-
-
-@dataclass
-class Embeddings(ModelOutput):
-    """The output of `TwoTowers`. It is a dataclass because `torch.compile` loses the fields of a plain ModelOutput."""
-
-    image_embeds: Tensor | None = None  # [images, D], of length 1
-    text_embeds: Tensor | None = None  # [texts, D], of length 1
 
 
 class TwoTowers(nn.Module):
@@ -592,7 +576,7 @@ class TwoTowers(nn.Module):
         """Embeddings [texts, D], not normalised."""
         return self.text_projection(self.text_model(**inputs).pooler_output)
 
-    def forward(self, pixel_values: Tensor, return_dict: bool = True, **texts: Any) -> Embeddings:
-        """The embeddings of images and texts."""
+    def forward(self, pixel_values: Tensor, **texts: Any) -> CLIPOutput:
+        """``image_embeds`` [images, D] and ``text_embeds`` [texts, D], of length 1; its other fields are None."""
         images, captions = self.get_image_features(pixel_values=pixel_values), self.get_text_features(**texts)
-        return Embeddings(F.normalize(images, dim=-1), F.normalize(captions, dim=-1))
+        return CLIPOutput(image_embeds=F.normalize(images, dim=-1), text_embeds=F.normalize(captions, dim=-1))

@@ -15,9 +15,10 @@ the compiler.
 """
 
 import importlib.util
+import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,39 +32,27 @@ from .model_types import MODEL_TYPES
 _NUMBERED = re.compile(r"^(.*?)\.(\d+)\.")  # the outermost numbered module of a parameter
 
 
-def depths(names: Iterable[str]) -> tuple[dict[str, int], int]:
-    """The depth of each parameter of a tower, and the number of layers of the tower.
+def depths(tower: nn.Module) -> tuple[dict[str, int], int]:
+    """The depth of each parameter of a tower, by its name, and the number of layers of the tower.
 
     The layers are the numbered modules (``layers.0.``, ``blocks.1.``) of which there are most; in a GroupViT they are
     its stages. The parameters of layer l of L, counted from 1, have the depth l. What comes before the layers, such as
     embeddings, has the depth 0, and what comes after them, such as the last norm and the pooling, L + 1.
-
-    Args:
-        names: of the parameters, in the order of their modules.
     """
-    names = list(names)
-    layers = _layers(names)
-    count = max(layers.values(), default=0)
-    depth_of: dict[str, int] = {}
-    is_before = bool(layers)
-    for name in names:
-        is_before &= name not in layers
-        depth_of[name] = 0 if is_before else layers.get(name, count + 1)
-    return depth_of, count
-
-
-def _layers(names: Iterable[str]) -> dict[str, int]:
-    """The number of its layer, from 1, by the name of each parameter in one."""
+    names = [name for name, _ in tower.named_parameters()]
     numbered: dict[str, dict[str, int]] = defaultdict(dict)
     for name in names:
         if match := _NUMBERED.match(name):
             numbered[match[1]][name] = int(match[2]) + 1
-    return max(numbered.values(), key=lambda layers: len(set(layers.values())), default={})
+    layers = max(numbered.values(), key=lambda layers: len(set(layers.values())), default={})
+    count = max(layers.values(), default=0)
+    before = itertools.takewhile(lambda name: name not in layers, names) if layers else ()
+    return dict.fromkeys(names, count + 1) | layers | dict.fromkeys(before, 0), count
 
 
 def frozen_begin(tower: nn.Module) -> Iterator[nn.Module]:
     """The largest modules up to the last of the frozen first layers of a tower."""
-    depth_of, layers = depths(dict(tower.named_parameters()))
+    depth_of, layers = depths(tower)
     first_trained = min((depth_of[n] for n, p in tower.named_parameters() if p.requires_grad), default=layers + 1)
     if first_trained < 2:
         return

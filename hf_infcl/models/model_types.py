@@ -205,11 +205,13 @@ class Pooling:
     @classmethod
     def of_tower(cls, tower: nn.Module | None) -> Pooling | None:
         """The pooling of a text tower, or of the tower of transformers inside a custom one."""
-        for module in () if tower is None else tower.modules():
-            pooling = cls.of_config(getattr(module, "config", None), getattr(module, "eos_token_id", None))
-            if pooling is not None:
-                return pooling
-        return None
+        modules = () if tower is None else tower.modules()
+        found = (cls.of_config(getattr(m, "config", None), getattr(m, "eos_token_id", None)) for m in modules)
+        return next((pooling for pooling in found if pooling is not None), None)
+
+    def taken(self, tokens: Tensor) -> Tensor:
+        """The index of that token in each text of tokens [n, L], as [n]."""
+        return (tokens if self.at_largest else tokens == self.stated).int().argmax(1)
 
     def needs_mask(self, tokens: Tensor, mask: Tensor) -> bool:
         """Whether the embeddings of texts, [n, L] in host memory, depend on their attention mask.
@@ -217,8 +219,7 @@ class Pooling:
         A causal tower reads nothing behind the token at which it takes the embedding, so that padding on the right
         needs no mask. Faster kernels then compute the attention.
         """
-        taken = (tokens if self.at_largest else tokens == self.stated).int().argmax(1, keepdim=True)
-        return bool((mask[:, 1:] > mask[:, :-1]).any() or not mask.gather(1, taken).all())
+        return bool((mask[:, 1:] > mask[:, :-1]).any() or not mask.gather(1, self.taken(tokens)[:, None]).all())
 
     def fault(self, taken: int, end: int, texts: tuple[str, str]) -> str:
         """Why two ``texts`` have one embedding, and what to do.
@@ -265,11 +266,8 @@ class SameEmbeddings:
             return
         self._looked_at += len(input_ids)
         masks = [None] * len(input_ids) if attention_mask is None else attention_mask.tolist()
-        for tokens, mask in zip(input_ids.tolist(), masks, strict=True):
-            if self._pooling.at_largest:
-                taken = tokens.index(max(tokens))
-            else:
-                taken = tokens.index(self._pooling.stated) if self._pooling.stated in tokens else 0
+        places = self._pooling.taken(input_ids).tolist()
+        for tokens, mask, taken in zip(input_ids.tolist(), masks, places, strict=True):
             last, ends = _last(tokens, mask, self._pooling.padding)
             if taken >= last or tokens[taken] in tokens[last + 1 - ends : last + 1]:
                 continue  # it is read to its end
@@ -280,11 +278,10 @@ class SameEmbeddings:
 
 def _last(tokens: list[int], mask: list[int] | None, padding: int | None) -> tuple[int, int]:
     """The index of a text's last token, -1 if none is attended to, and how many tokens up to it may be its end."""
-    if mask is not None:
-        return max((place for place, seen in enumerate(mask) if seen), default=-1), 1
-    text = [*itertools.dropwhile(lambda token: token == padding, reversed(tokens))]
-    if 0 < len(text) < len(tokens):
-        return len(text) - 1, 1
+    seen = [token != padding for token in tokens] if mask is None else mask
+    last = max((place for place, is_seen in enumerate(seen) if is_seen), default=-1)
+    if mask is not None or 0 <= last < len(tokens) - 1:
+        return last, 1
     # Equal tokens at the end are another padding, or the end itself.
     return len(tokens) - len([*itertools.takewhile(lambda token: token == tokens[-1], reversed(tokens))]), 2
 

@@ -32,9 +32,8 @@ from .pretrained import (
     write,
 )
 
-MODULES, MODULE_CONFIG = "modules.json", "sentence_bert_config.json"
-SENTENCE_CONFIG = "config_sentence_transformers.json"
-SENTENCE_FILES = (MODULES, SENTENCE_CONFIG, MODULE_CONFIG)
+# Of sentence-transformers: its modules, the options of the first one, and those of all.
+SENTENCE_FILES = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
 
 
 def write_sentence_files(
@@ -61,33 +60,32 @@ def write_sentence_files(
     tokenizer, images = processor.tokenizer, processor.image_processor
     # Releases before 5.4 have only this module for images, and no place for options.
     legacy = model_type == "clip" and tokenizer.model_max_length <= max_length
-    modules = ("CLIPModel" if legacy else "Transformer", "Normalize")
-    text = {
-        "padding": padding if padding == "max_length" else True,
-        "max_length": max_length,
-        "truncation": True,
-        "return_attention_mask": "attention_mask" in tokenizer.model_input_names,
+    package, output = "sentence_transformers.models", {"method_output_name": "pooler_output"}
+    modules = [
+        {"idx": 0, "name": "0", "path": "", "type": f"{package}.{'CLIPModel' if legacy else 'Transformer'}"},
+        {"idx": 1, "name": "1", "path": "1_Normalize", "type": f"{package}.Normalize"},
+    ]
+    options = {
+        "text": {
+            "padding": padding if padding == "max_length" else True,
+            "max_length": max_length,
+            "truncation": True,
+            "return_attention_mask": "attention_mask" in tokenizer.model_input_names,
+        }
     }
     # The processor of SigLIP 2 for variable patches passes its own values to its image processor.
-    image = {name: getattr(images, name) for name in ("patch_size", "max_num_patches") if hasattr(images, name)}
-    package, output = "sentence_transformers.models", {"method_output_name": "pooler_output"}
-    kinds = {kind: {"method": f"get_{kind}_features", **output} for kind in ("text", "image")}
-    contents: dict[str, Any] = {
-        MODULES: [
-            {"idx": n, "name": str(n), "path": f"{n}_{name}" if n else "", "type": f"{package}.{name}"}
-            for n, name in enumerate(modules)
-        ],
-        MODULE_CONFIG: {
-            "transformer_task": "feature-extraction",
-            "modality_config": kinds,
-            "module_output_name": "sentence_embedding",
-            "processing_kwargs": {"text": text, "image": image} if image else {"text": text},
-        },
-        SENTENCE_CONFIG: {"similarity_fn_name": "cosine", "prompts": {}},
+    if image := {name: getattr(images, name) for name in ("patch_size", "max_num_patches") if hasattr(images, name)}:
+        options["image"] = image
+    transformer = {
+        "transformer_task": "feature-extraction",
+        "modality_config": {kind: {"method": f"get_{kind}_features", **output} for kind in ("text", "image")},
+        "module_output_name": "sentence_embedding",
+        "processing_kwargs": options,
     }
+    whole: dict[str, object] = {"similarity_fn_name": "cosine", "prompts": {}}
     if matryoshka_dims:
-        contents[SENTENCE_CONFIG]["matryoshka_dims"] = list(matryoshka_dims)
-    for name, content in contents.items():
+        whole["matryoshka_dims"] = list(matryoshka_dims)
+    for name, content in zip(SENTENCE_FILES, (modules, transformer, whole), strict=True):
         Path(folder, name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -178,16 +176,16 @@ def load_open_clip(
 
 
 def _loaded(source: str | Path, open_clip_model: str | None, tokenizer: str | None) -> Loaded:
-    saved = read(source, open_clip_model)
-    model, notes = from_open_clip(saved.tensors, saved.config)
+    tensors, config, folder = read(source, open_clip_model)
+    model, notes = from_open_clip(tensors, config)
     check_finite(str(source), model.state_dict())
-    processor = _processor(model.config, saved.config, saved.folder, tokenizer)
-    if not saved.config.get("preprocess_cfg"):
+    processor = _processor(model.config, config, folder, tokenizer)
+    if not config.get("preprocess_cfg"):
         notes.append(
             "The config says nothing about the preparation of images, so it is OpenCLIP's default: bicubic, the "
             "shortest edge, a centre crop, OpenAI's mean and standard deviation."
         )
-    return Loaded(model, processor, (*notes, UNREPAIRED, _compared(model, saved.tensors, saved.config)))
+    return Loaded(model, processor, (*notes, UNREPAIRED, _compared(model, tensors, config)))
 
 
 def _processor(config: Any, stated: dict[str, Any], folder: Path | None, tokenizer: str | None) -> Any:
@@ -295,11 +293,13 @@ def _to_transformers(
     source: str | Path, target: str | Path, open_clip_model: str | None, tokenizer: str | None
 ) -> Iterator[str]:
     if base := base_of_adapters(str(source)):
-        model, processor, conversion = Loaded(*load_pretrained(str(source)))
+        model, processor = load_pretrained(str(source))
+        merged = f"The adapters were merged into {base}. "
     else:
         model, processor, conversion = _loaded(source, open_clip_model, tokenizer)
         check_ends(model, processor.tokenizer)
-    yield from conversion
+        merged = ""
+        yield from conversion
     model.save_pretrained(target)
     give_usual_modes(target)
     processor.save_pretrained(target)
@@ -311,7 +311,6 @@ def _to_transformers(
         for name in SENTENCE_FILES:  # which a training writes beside adapters as well
             if Path(source, name).is_file():
                 shutil.copy(Path(source, name), target)
-    merged = f"The adapters were merged into {base}. " if base else ""
     yield f"{merged}{type(model).__name__} and its processor were written to {target}."
 
 
@@ -353,8 +352,7 @@ def compare_formats(folder: str | Path) -> str:
         ValueError: the embeddings differ.
     """
     model, _ = load_pretrained(str(folder))
-    saved = read(folder)
-    return _compared(model, saved.tensors, saved.config)
+    return _compared(model, *read(folder)[:2])
 
 
 def _compared(model: Any, tensors: dict[str, Tensor], config: dict[str, Any]) -> str:
@@ -362,30 +360,24 @@ def _compared(model: Any, tensors: dict[str, Tensor], config: dict[str, Any]) ->
         import open_clip  # noqa: F401
     except (ImportError, RuntimeError) as error:  # the second if its torchvision is of another torch
         return f"The embeddings were not compared with OpenCLIP's, which cannot be imported: {describe_cause(error)}."
-    difference = differences(model, tensors, config)
-    if not difference.cosine >= ENOUGH:
+    cosine, largest = differences(model, tensors, config)
+    if not cosine >= ENOUGH:
         raise ValueError(
-            f"The embeddings of fixed inputs differ from OpenCLIP's: the least cosine is {difference.cosine:.6f}, and "
+            f"The embeddings of fixed inputs differ from OpenCLIP's: the least cosine is {cosine:.6f}, and "
             f"{ENOUGH} is expected. Please report the config of this model."
         )
     return (
-        "The embeddings of fixed inputs were compared with OpenCLIP's own: the least cosine is "
-        f"{difference.cosine:.7f}, the largest difference {difference.largest:.0e}."
+        f"The embeddings of fixed inputs were compared with OpenCLIP's own: the least cosine is {cosine:.7f}, the "
+        f"largest difference {largest:.0e}."
     )
 
 
-class Differences(NamedTuple):
-    """How much embeddings of length 1 differ: the least cosine, and the largest difference of an entry."""
-
-    cosine: float
-    largest: float
-
-
 @torch.no_grad()
-def differences(model: Any, tensors: dict[str, Any], config: dict[str, Any]) -> Differences:
-    """Compares the embeddings of a model of transformers with those of OpenCLIP's, in fp32 on fixed inputs.
+def differences(model: Any, tensors: dict[str, Any], config: dict[str, Any]) -> tuple[float, float]:
+    """The least cosine of embeddings of a model of transformers and of OpenCLIP's, and the largest difference.
 
-    OpenCLIP's model is that of the state dict ``tensors`` and the OpenCLIP config.
+    They are those of fixed inputs in fp32, of length 1, and the difference is that of an entry. OpenCLIP's model is
+    that of the state dict ``tensors`` and the OpenCLIP config.
 
     Raises:
         ModuleNotFoundError: OpenCLIP is not installed.
@@ -408,7 +400,7 @@ def differences(model: Any, tensors: dict[str, Any], config: dict[str, Any]) -> 
         (ours.text_embeds, theirs.encode_text(ids, normalize=True)),
     )
     least = min((one * other).sum(-1).min().item() for one, other in pairs)
-    return Differences(least, max((one - other).abs().max().item() for one, other in pairs))
+    return least, max((one - other).abs().max().item() for one, other in pairs)
 
 
 def _fixed_inputs(config: Any, length: int | None) -> tuple[Tensor, Tensor]:

@@ -8,12 +8,10 @@ import transformers
 from PIL import Image
 from tokenizers import Regex, normalizers
 from transformers import PreTrainedTokenizerBase
+from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from .pretrained import check_length, named_tokenizer
 
-# What OpenCLIP takes where a config says nothing.
-OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)
-OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
 _BICUBIC, _BILINEAR = Image.Resampling.BICUBIC, Image.Resampling.BILINEAR
 _RESAMPLING = {"bicubic": _BICUBIC, "bilinear": _BILINEAR, "random": _BICUBIC}  # random is of its training
 _OPENAI = "openai/clip-vit-base-patch32"
@@ -48,7 +46,7 @@ def image_processor(preprocess: Mapping[str, object], size: int) -> Any:
     refuse(mode not in ("shortest", "squash"), padded)
     refuse(how not in _RESAMPLING, f"it resizes images by interpolation={how!r}")
     options: dict[str, Any] = {"resample": _RESAMPLING[str(how)]}
-    for name, values in (("mean", OPENAI_MEAN), ("std", OPENAI_STD)):
+    for name, values in (("mean", OPENAI_CLIP_MEAN), ("std", OPENAI_CLIP_STD)):  # where a config says nothing
         stated: Any = preprocess.get(name, values)
         options[f"image_{name}"] = list(stated) if isinstance(stated, (list, tuple)) else [stated] * 3
     square = {"height": size, "width": size}

@@ -302,8 +302,17 @@ def from_open_clip(tensors: dict[str, Any], config: dict[str, Any]) -> tuple[Any
     if dropped := fields["vision_cfg"].get("patch_dropout"):
         notes.append(f"patch_dropout={dropped} is not kept: give the training its own (--patch_dropout).")
     prefix = "text." if "text.positional_embedding" in weights else ""
-    rows = [(theirs, names, read) for theirs, names, read, _ in _rows(ours, prefix)]
-    return _filled(ours, _renamed(rows, weights)), notes
+    renamed = _renamed([(theirs, names, read) for theirs, names, read, _ in _rows(ours, prefix)], weights)
+    dtypes = {tensor.dtype for tensor in renamed.values()}
+    model = AutoModel.from_config(ours).to(dtypes.pop() if len(dtypes) == 1 else torch.float32)
+    try:
+        model.load_state_dict(renamed)
+    except RuntimeError as error:
+        raise ValueError(
+            "The weights have other shapes than the config implies. OpenCLIP resizes position embeddings when it "
+            f"loads; save the model with it again, or correct the config. {error}"
+        ) from error
+    return model.eval(), notes
 
 
 def to_open_clip(
@@ -414,17 +423,3 @@ def _complete_projection(fields: dict[str, Any], weights: dict[str, Tensor]) -> 
         return []
     weights[f"{name}.bias"] = torch.zeros(fields["embed_dim"]).to(weights["logit_scale"])
     return [f"{what}, which a training will change."]
-
-
-def _filled(config: Any, tensors: dict[str, Tensor]) -> Any:
-    """The model of transformers with this config and these weights."""
-    dtypes = {tensor.dtype for tensor in tensors.values()}
-    model = AutoModel.from_config(config).to(dtypes.pop() if len(dtypes) == 1 else torch.float32)
-    try:
-        model.load_state_dict(tensors)
-    except RuntimeError as error:
-        raise ValueError(
-            "The weights have other shapes than the config implies. OpenCLIP resizes position embeddings when it "
-            f"loads; save the model with it again, or correct the config. {error}"
-        ) from error
-    return model.eval()

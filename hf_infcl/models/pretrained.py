@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from huggingface_hub import errors, hf_hub_download, snapshot_download
@@ -42,14 +42,6 @@ _ALL_WEIGHTS = (WEIGHTS, "open_clip_pytorch_model.safetensors", PICKLED, "open_c
 _OF_TOKENIZERS = ("*token*", "vocab*", "merges*", "*.model", CONFIG)
 
 
-class OpenClipSource(NamedTuple):
-    """What was read of a model of OpenCLIP: its tensors, its config, and the folder if there is one."""
-
-    tensors: dict[str, Any]
-    config: dict[str, Any]
-    folder: Path | None
-
-
 def is_of_open_clip(source: str, open_clip_model: str | None = None) -> bool:
     """Whether it is a file, or a folder or a Hub repository with a model of OpenCLIP and none of transformers.
 
@@ -69,15 +61,17 @@ def is_of_open_clip(source: str, open_clip_model: str | None = None) -> bool:
         return False
 
 
-def read(source: str | Path, open_clip_model: str | None = None) -> OpenClipSource:
-    """Reads a model of OpenCLIP; arguments as for `load_open_clip`. A Hub repository may also be "hf-hub:...".
+def read(source: str | Path, open_clip_model: str | None = None) -> tuple[dict[str, Any], dict[str, Any], Path | None]:
+    """The tensors and the config of a model of OpenCLIP, and the folder that holds them; None for a file.
+
+    Arguments are those of `load_open_clip`. A Hub repository may also be "hf-hub:...".
 
     Raises:
         ValueError: the source does not hold a model of OpenCLIP, or its config is unknown.
     """
     config, folder = read_config(source, open_clip_model)  # first, since reading the weights takes longer
     if folder is None:
-        return OpenClipSource(_weights(Path(source)), config, None)
+        return _weights(Path(source)), config, None
     if not Path(source).is_dir():
         with explained(str(source)):
             try:
@@ -86,7 +80,7 @@ def read(source: str | Path, open_clip_model: str | None = None) -> OpenClipSour
                 hf_hub_download(str(source).removeprefix(HUB), PICKLED)
     if not (found := [folder / name for name in _ALL_WEIGHTS if (folder / name).is_file()]):
         raise ValueError(f"{str(folder)!r} has a config of OpenCLIP and no weights, such as {WEIGHTS}. Add them.")
-    return OpenClipSource(_weights(found[0]), config, folder)
+    return _weights(found[0]), config, folder
 
 
 def read_config(source: str | Path, open_clip_model: str | None = None) -> tuple[dict[str, Any], Path | None]:

@@ -106,8 +106,6 @@ def fsdp_tower_methods(encoder: DualEncoder) -> Iterator[None]:
             delattr(encoder.model, name)
 
 
-def failures_announced_unless_sharded(
-    accelerator: Accelerator, *, repeats: bool = False
-) -> contextlib.AbstractContextManager[None]:
+def failures_announced_unless_sharded(accelerator: Accelerator) -> contextlib.AbstractContextManager[None]:
     """Announces errors, except under FSDP, where the other processes may be waiting within the same forward."""
-    return contextlib.nullcontext() if accelerator.is_fsdp2 else failures_announced(repeats=repeats)
+    return contextlib.nullcontext() if accelerator.is_fsdp2 else failures_announced()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from ..models.adapters import weight_fingerprint
-from ..models.dual_encoder import DualEncoder, PatchDropout
+from ..models.dual_encoder import DualEncoder, drop_patches
 from ..options.arguments import InfCLTrainingArguments
 from ..processes.collectives import Processes
 from .extensions import Extension, LossTerm, StepChange, StepObserver
@@ -230,15 +230,15 @@ class DroppedPatches(StepChange):
 
     def __init__(self, encoder: DualEncoder, share: float) -> None:
         self._encoder, self._share = encoder, share
-        self._dropout: PatchDropout | None = None
+        self._hook: Any = None
 
     def begin_window(self, window: Window, step: int) -> None:
-        self._dropout = self._dropout or PatchDropout(self._encoder, self._share)
+        self._hook = self._hook or drop_patches(self._encoder, self._share)
 
     def close(self) -> None:
-        if self._dropout is not None:
-            self._dropout.remove()
-        self._dropout = None
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = None
 
 
 # ---- What the parts have in common ----
@@ -263,4 +263,4 @@ class Context:
     @property
     def objective(self) -> str:
         """``"softmax"`` or ``"sigmoid"``: the argument, or else the objective that the model was designed for."""
-        return self.args.objective or self.encoder.objective
+        return self.args.objective or self.encoder.kind.objective

@@ -28,7 +28,6 @@ from ..models.sharding import failures_announced_unless_sharded, fsdp_tower_meth
 from ..options.combinations import SCHEDULES_BY_METRIC
 from ..options.declaring import spelled
 from ..processes.collectives import AnnouncingDataLoader, Processes, failures_announced, gather_rows
-from ..refusals import check_tokens
 from ..step.grad_cache import random_state_kept
 from ..step.terms import Context
 from ..step.window import widened
@@ -85,8 +84,7 @@ def class_vectors(dataset: ZeroShotDataset, context: Context, processing_class: 
             tokens, most = batches[0], max(batch["input_ids"].shape[1] for batch in batches)
             if len(batches) > 1:
                 tokens = {n: torch.cat([widened(batch[n], most, padding[n]) for batch in batches]) for n in tokens}
-            check_tokens(tokens["input_ids"], encoder.vocabulary)  # on the host, where nothing is waited for
-            encoder.check_texts(tokens)
+            encoder.check_texts(tokens)  # on the host, where nothing is waited for
             batch = context.prepare_inputs(tokens)
             with torch.no_grad(), context.accelerator.autocast():
                 encoded.append(encoder.encode_texts(batch, checked=True).float())
@@ -255,7 +253,6 @@ class Evaluator:
         on_host = self._of_batch[1] if inputs is self._of_batch[0] else batch
         with torch.no_grad(), self._accelerator.autocast():
             if not classified:  # before the forwards, which the checks would wait for if the texts are not on the host
-                check_tokens(on_host["input_ids"], self._encoder.vocabulary)
                 self._encoder.check_texts(on_host)
             images = self._encoder.encode_images(batch).float()
             texts = None if classified else self._encoder.encode_texts(batch, checked=True).float()

@@ -16,7 +16,7 @@ from torch import Tensor
 import hf_infcl.step.compilation
 import hf_infcl.step.window
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments
-from hf_infcl.models.dual_encoder import NO_MASK, DualEncoder, PatchDropout
+from hf_infcl.models.dual_encoder import NO_MASK, DualEncoder, drop_patches
 from hf_infcl.step.terms import SIDES, TeacherDistance
 
 from . import peers
@@ -181,7 +181,7 @@ def train(
     if patch_dropout and issubclass(trainer_class, InfCLTrainer):
         options["patch_dropout"] = patch_dropout
     elif patch_dropout:
-        PatchDropout(DualEncoder(model), patch_dropout)
+        drop_patches(DualEncoder(model), patch_dropout)
     sizes = {"per_device_train_batch_size": len(pool[0]["pixel_values"]), "gradient_accumulation_steps": accumulation}
     if "global_batch_size" in options:
         sizes = {}

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments
 from hf_infcl.loss import OBJECTIVES, reference
-from hf_infcl.models.dual_encoder import DualEncoder, PatchDropout
+from hf_infcl.models.dual_encoder import DualEncoder, drop_patches
 from hf_infcl.models.model_types import TOWERS
 
 from . import models
@@ -220,7 +220,7 @@ def truth(
     encoder = DualEncoder(model)
     encoder.initialise_sigmoid()
     if variant.endswith("patches"):
-        PatchDropout(encoder, 0.5)
+        drop_patches(encoder, 0.5)
     if variant.startswith("replay"):
         loss = _loss_of_replay(encoder, variant, objective, device)
         loss.backward()
