@@ -146,7 +146,7 @@ def test_embeddings_are_found_by_their_keys_and_the_first_dimensions_are_another
     keys = [of_caption(str(n), c) for n in range(21) for c in CAPTIONS[n]]
     found, known = stored.find("texts", [*keys, of_caption("1", "a")])
     np.testing.assert_allclose(found[:-1], texts, atol=1e-6)
-    assert (known.tolist(), stored.rows, stored.width) == ([True] * len(keys) + [False], 21, 12)
+    assert (known.tolist(), len(stored.stores["images"]), stored.width) == ([True] * len(keys) + [False], 21, 12)
     assert stored.find("images", [])[0].shape == (0, 12)
     with monkeypatch.context() as patched:
         patched.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=256))  # which do not hold them
@@ -309,7 +309,10 @@ def test_one_command_embeds_what_a_training_will_read(demo, small, tmp_path, cap
     assert "Embeds the images and texts of --dataset.\nEmbeds the images and texts of --replay_dataset_1.\n" in printed
     assert f"`infcl train --teacher_embeddings {tmp_path / 'teacher'}` reads them." in printed
     parts = [StoredEmbeddings(tmp_path / "teacher" / name) for name in ("dataset", "replay_dataset_1")]
-    assert [(part.rows, [*part.stores]) for part in parts] == [(26, ["images", "texts"]), (12, ["images", "texts"])]
+    assert [(len(part.stores["images"]), [*part.stores]) for part in parts] == [
+        (26, ["images", "texts"]),
+        (12, ["images", "texts"]),
+    ]
     infcl("embed", demo / "clip-init", tmp_path / "pairs", "--output_dir", tmp_path / "alone", "--use_cpu")
     images, stored = (read(tmp_path / name, "images")[2] for name in ("alone", "teacher/dataset"))
     np.testing.assert_allclose(stored, images, atol=1e-6)  # as they are, at the size of the teacher

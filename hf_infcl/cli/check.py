@@ -15,7 +15,7 @@ from ..models.open_clip import load_readers
 from ..options.commands import DataOptions
 from ..processes.lock import check_writable
 from ..quality.selection import tell_if_too_short
-from ..quality.teachers import StoredTeacher, embedding_folders
+from ..quality.teachers import StoredTeacher
 from ..trainer.checkpoints import full_disk_explained
 from ..trainer.loaders import set_sizes
 from ..trainer.trainer import InfCLTrainer
@@ -48,7 +48,7 @@ def check(parser: Parser, namespace: argparse.Namespace) -> None:
         inspector = Inspector(collator, config)
         parts = training_parts(data, columns, args)
         if args.teacher_embeddings is not None:
-            teacher = StoredTeacher(embedding_folders(args.teacher_embeddings), parts, args)  # compares them
+            teacher = StoredTeacher([args.teacher_embeddings], parts, args)  # compares them
             print(f"Teacher: {teacher.words}, of {teacher.width} dimensions. They are of these pairs.")
         sets: dict[str, Any] = {
             **{f"{REPLAYED}{number}" if number else TRAINED: one.plain() for number, one in enumerate(parts)},

@@ -34,7 +34,6 @@ from ..loss.pair_scores import pair_scores
 from ..models.open_clip import load
 from ..options.commands import ColumnOptions, DataOptions
 from ..processes.collectives import Processes, failures_announced
-from ..quality import WINDOW
 from ..quality.embedding import embed as embedded
 from ..quality.ledger import SHOWN, Ledger, ledger_lines, small_jpeg, write_ledger_and_sheet
 from ..quality.selection import WithoutNoisyPairs
@@ -178,7 +177,7 @@ class _Embedded(NamedTuple):
 
 
 def score_pairs(
-    trainer: InfCLTrainer, dataset: ImageTextDataset | ImageTextStream, window: int = WINDOW
+    trainer: InfCLTrainer, dataset: ImageTextDataset | ImageTextStream, window: int
 ) -> tuple[Ledger, dict[int, bytes]]:
     """The ledger of a training set, read once, and pictures of its most suspicious pairs by their keys; collective.
 

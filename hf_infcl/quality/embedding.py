@@ -26,7 +26,7 @@ from transformers.utils import logging
 from ..data import ContrastiveCollator, ImageTextDataset, transparency
 from ..data.loader import worker_options
 from ..data.replay import Replayed
-from ..data.sources import ItemSource, TableSource, collated
+from ..data.sources import Item, ItemSource, TableSource, collated
 from ..data.store import PartFiles, Store, Writer, of_caption
 from ..files.text import was_and_is
 from ..files.whole import written_whole
@@ -42,16 +42,13 @@ from ..step.terms import Context
 logger = logging.get_logger(__name__)
 
 Encode = Callable[[dict[str, Tensor]], Tensor]  # inputs of a model, images or texts, on the device, to rows [n, D]
-_Row = tuple[int, str, str, str]  # the number of a row in the data, its key, name and caption
 
 
 def compute(
     source: ItemSource,
     context: Context,
     encoders: Mapping[str, Encode],
-    folder: Path,
-    *,
-    format: str = "npy",
+    writers: Mapping[str, Writer],
     batch_size: int,
     agree: Callable[[], object],
 ) -> dict[str, int]:
@@ -61,9 +58,8 @@ def compute(
 
     Args:
         context: its collator, a `ContrastiveCollator`, prepares images and texts, and ``prepare_inputs`` moves them.
-        encoders: by the ``kinds`` of the source.
-        folder, format: of the files, see `embed`. Beside the keys and values, they have the ``names`` by which people
-            know the rows, and of texts the ``captions``.
+        encoders, writers: by the ``kinds`` of the source. Beside the keys and values, the files have the ``names`` by
+            which people know the rows, and of texts the ``captions``.
         batch_size: the most images, or texts, of a forward.
         agree: called before each part of a process and at the end; collective. It raises an error on all processes if
             one has failed, and may end the program.
@@ -75,8 +71,6 @@ def compute(
         ValueError: a pair is bad, or a row is not finite. The other processes raise an OtherRankFailedError.
     """
     processes, args = Processes(), context.args
-    opened: Callable[..., Writer] = Store if format == "npy" else partial(PartFiles, format=format)
-    writers = {kind: opened(folder, kind, source.parts) for kind in source.kinds}
     counts = dict.fromkeys(("images", "texts", "skipped"), 0)
     mine = range(processes.rank, source.parts, processes.world_size)
     missing = [part for part in mine if any(writer.lacks(part) for writer in writers.values())]
@@ -84,26 +78,21 @@ def compute(
     batches_of_parts = source.read(missing, batch_size, load)
 
     def compute_part(part: int) -> None:
-        rows: dict[str, list[_Row]] = {kind: [] for kind in writers}
+        items: list[Item] = []
         vectors: dict[str, list[Tensor]] = {kind: [] for kind in writers}
-        for items, bad, images, texts in next(batches_of_parts):
+        for good, bad, images, texts in next(batches_of_parts):
+            items += good
             for reason in bad:
                 logger.warning(f"Left out: {reason}")
             counts["skipped"] += len(bad)
-            for kind, inputs in (("images", images), ("texts", texts)):
-                if inputs is None:
-                    continue
-                for first in range(0, len(next(iter(inputs.values()))), batch_size):  # an item may have many captions
-                    split = {name: values[first : first + batch_size] for name, values in inputs.items()}
+            for kind, batch in (("images", images or {}), ("texts", texts or {})):
+                splits = [values.split(batch_size) for values in batch.values()]  # an item may have many captions
+                for split in zip(*splits, strict=True):
                     with torch.no_grad(), context.accelerator.autocast():
-                        vectors[kind].append(encoders[kind](context.prepare_inputs(split)).cpu())
-                for item in items:
-                    captions = item["caption"] if kind == "texts" else [""]
-                    rows[kind] += [(item["row"], item["key"], item["name"], caption) for caption in captions]
+                        rows = encoders[kind](context.prepare_inputs(dict(zip(batch, split, strict=True))))
+                    vectors[kind].append(rows.cpu())
         for kind, writer in writers.items():
-            values = torch.cat(vectors[kind]).numpy() if rows[kind] else np.empty((0, 1), np.float32)
-            _write_part(writer, part, kind, rows[kind], values)
-            counts[kind] += len(values)
+            counts[kind] += _write_part(writer, part, kind, items, vectors[kind])
 
     for first in range(0, source.parts, processes.world_size):
         agree()
@@ -122,20 +111,24 @@ def compute(
     return dict(zip(counts, totals, strict=True))
 
 
-def _write_part(writer: Writer, part: int, kind: str, rows: Sequence[_Row], values: np.ndarray) -> None:
-    """Writes the rows of a part with their values."""
-    order = np.argsort([number for number, *_ in rows], kind="stable")  # workers return the samples of a shard in turn
-    keys, names, captions = ([rows[place][column] for place in order] for column in (1, 2, 3))
-    columns, values = {"names": names}, values[order]
+def _write_part(writer: Writer, part: int, kind: str, items: Sequence[Item], vectors: Sequence[Tensor]) -> int:
+    """Writes the rows of a part, those of some items, and returns their number."""
+    rows = [(item, caption) for item in items for caption in (item["caption"] if kind == "texts" else [""])]
+    values = torch.cat([*vectors]).numpy() if rows else np.empty((0, 1), np.float32)
+    order = np.argsort([item["row"] for item, _ in rows], kind="stable")  # workers return a shard's samples in turn
+    rows, values = [rows[place] for place in order], values[order]
+    keys, columns = [item["key"] for item, _ in rows], {"names": [item["name"] for item, _ in rows]}
     if (wrong := ~np.isfinite(values).all(1)).any():
         place = f"The embedding of {keys[int(wrong.argmax())]!r} ({kind})"
         raise ValueError(f"{place} is not finite. Compute in another precision, or look at the weights of the model.")
     if kind == "texts":
-        keys, columns["captions"] = [*map(of_caption, keys, captions)], captions
+        columns["captions"] = [caption for _, caption in rows]
+        keys = [*map(of_caption, keys, columns["captions"])]
     elif isinstance(writer, Store) and len(set(keys)) < len(keys):
         twice = next(key for key, count in Counter(keys).items() if count > 1)
         raise ValueError(f"Several images have the name {twice!r}, by which a training finds them. Rename them.")
     writer.write(part, keys, values, **columns)
+    return len(values)
 
 
 def fingerprint(source: ItemSource, tower: nn.Module, context: Context, dims: int | None = None) -> str:
@@ -195,9 +188,10 @@ def embed(
         known = described(source, context) if record is None else record
         if Processes().rank == 0:
             begin(Path(folder), {**known, "format": format, "half": half, "licence": licence})
-    Processes().agree([])
-    how: Any = {"batch_size": context.args.per_device_eval_batch_size, "agree": partial(Processes().agree, [])}
-    return compute(source, context, normalised(context.encoder, half), Path(folder), format=format, **how)
+    opened: Callable[..., Writer] = Store if format == "npy" else partial(PartFiles, format=format)
+    writers = {kind: opened(Path(folder), kind, source.parts) for kind in source.kinds}
+    encoders, batch_size = normalised(context.encoder, half), context.args.per_device_eval_batch_size
+    return compute(source, context, encoders, writers, batch_size, partial(Processes().agree, []))
 
 
 def normalised(encoder: DualEncoder, half: bool = False) -> dict[str, Encode]:
@@ -278,9 +272,7 @@ class CachedItems(Dataset[dict[str, Any]]):
             [1 + captions, D] fp32, of its image and of its captions.
     """
 
-    def __init__(
-        self, pairs: ImageTextDataset, features: Store | None = None, start: Mapping[str, Store] | None = None
-    ) -> None:
+    def __init__(self, pairs: ImageTextDataset, features: Store | None, start: Mapping[str, Store] | None) -> None:
         self.dataset, self._features, self._start = pairs, features, start
 
     def __len__(self) -> int:
@@ -336,9 +328,9 @@ def with_cached_features(context: Context, interruptions: Interruptions) -> Any:
         with failures_announced():
             check_writable(place, "cache_features")
         each = {kind: partial(encoded, encode) for kind, encode in encoders.items()}
-        how: Any = {"batch_size": args.per_device_train_batch_size, "agree": interruptions.agree}
-        compute(source, context, each, place, **how)
-        return {kind: Store(place, kind, source.parts) for kind in encoders}
+        computed = {kind: Store(place, kind, source.parts) for kind in encoders}
+        compute(source, context, each, computed, args.per_device_train_batch_size, interruptions.agree)
+        return computed
 
     features, of_start = None, None
     with random_state_kept(args.device):  # the training is the same if the features are there already

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from PIL import Image, ImageDraw, ImageFont
 
 from ..files.text import counted, describe_cause
@@ -66,9 +68,6 @@ class Ledger:
 
     def write(self, path: str | Path) -> None:
         """Writes a parquet file with these columns, without names and ``left_out`` if it has none."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
         columns: dict[str, Any] = {name: getattr(self, name) for name in ("key", "score", "p_wrong", "caption")}
         columns |= {name: values for name in ("sample", "left_out") if len(values := getattr(self, name))}
         columns["content"] = pa.DictionaryArray.from_arrays(np.zeros(len(self), np.int8), pa.array([self.content]))
@@ -149,9 +148,6 @@ def _excluded(dataset: ImageTextDataset | ImageTextStream, asked: str, rows: int
 
 def _wrong(asked: str) -> tuple[np.ndarray, int, str]:
     """The keys [n] int64 of a ledger's pairs that are to be left out, the number of all pairs, and whose they are."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     path, _, number = asked.rpartition(":")
     is_share = number.endswith("%")
     try:

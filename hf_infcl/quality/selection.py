@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
+from ..data.store import NO_KEY
 from ..loss.pair_scores import pair_scores
 from ..processes.collectives import Processes
 from ..step.extensions import NO_ROWS, PairSelection
@@ -16,7 +17,6 @@ from ..step.grad_cache import Features
 from ..step.terms import Context
 from ..step.window import Window
 
-NO_KEY = -1  # of a pair that is not known from one window to the next
 _MOST_VISITS = 255
 
 # Measured on 17,168 pairs of drawings with 0, 10, 20 and 50% wrong captions.
@@ -33,8 +33,6 @@ _BETWEEN = 0.5  # visits from one look at it to the next
 TURNS = 4  # epochs after which a row of a table has rested once, or was looked at again
 RESTED = 0.5, 0.3  # as FAST and SLOW, for a visit after an epoch without training
 _ITERATIONS = 12
-# The attributes from which a resumed training goes on, beside the averages.
-_STATE = "border waits_for _stopped _look _epoch _skipped_rows _missing _trained _counts _logged".split()
 
 logger = logging.get_logger(__name__)
 
@@ -92,7 +90,7 @@ class WithoutNoisyPairs(PairSelection):
         self.waits_for = ""  # why it has not, as of the last window, or has stopped
         self._stopped = False
         self._look: tuple[float, float, bool] = 0.0, math.inf, False  # visits, share below 0, and whether that stays
-        self._rows, self._epoch, self._skipped_rows = rows, -1, NO_ROWS
+        self._epoch, self._skipped_rows = -1, NO_ROWS
         self._missing = 0.0  # the share of the rows that this epoch skips because they are left out
         # The last epoch in which each row was; empty unless epochs pass rows over.
         self._trained = torch.empty(0, dtype=torch.int32)
@@ -159,10 +157,10 @@ class WithoutNoisyPairs(PairSelection):
         return torch.tensor(RESTED, dtype=torch.float64)[:, None] * counts
 
     def skipped_rows(self, epoch: int) -> Tensor:
+        visits = self.averages.visits
         if not len(self._trained):
-            self._trained = torch.full((self._rows,), epoch, dtype=torch.int32)
+            self._trained = torch.full((len(visits),), epoch, dtype=torch.int32)
         if epoch > self._epoch:  # otherwise the epoch goes on, with the same rows
-            visits = self.averages.visits
             left = self._left(self.averages.fast.double(), visits)
             turn = (torch.arange(len(visits)) % TURNS == epoch % TURNS) & (visits > 0)
             self._missing = float((left & ~turn).double().mean())
@@ -211,12 +209,11 @@ class WithoutNoisyPairs(PairSelection):
             logger.warning(f"leave_out has left nothing out: {self.waits_for}.")
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.averages.state_dict(), **{name: getattr(self, name) for name in _STATE}}
+        return {**vars(self), **self.averages.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.averages.load_state_dict(state)
-        for name in _STATE:
-            setattr(self, name, copy.deepcopy(state[name]))
+        vars(self).update({name: copy.deepcopy(state[name]) for name in vars(self).keys() - {"averages"}})
 
 
 def mean_of_trained(averages: Tensor, border: float) -> float:

@@ -31,12 +31,6 @@ from .embedding import RECORD, described, embed, read_record
 logger = logging.getLogger(__name__)
 
 
-def embedding_folders(folder: str) -> list[str]:
-    """The folders of embeddings: one for each set that `infcl embed --dataset` has read, or the folder itself."""
-    parts = [] if Path(folder, RECORD).exists() else Path(folder).glob(f"*/{RECORD}")
-    return sorted(str(path.parent) for path in parts) or [folder]
-
-
 class StoredEmbeddings:
     """A folder of embeddings of one set.
 
@@ -63,11 +57,6 @@ class StoredEmbeddings:
             raise ValueError(f"The embeddings in {folder} have several widths: {widths}. Embed the data again.")
         self.width: int = next(iter(widths.values()))
 
-    @property
-    def rows(self) -> int:
-        """The rows of the data that have embeddings: their images', or of captions alone all rows."""
-        return len(self.stores["images"]) if "images" in self.stores else int(self.record["data"]["rows"])
-
     def find(self, kind: str, keys: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """As `Store.find`; a ValueError also says that an embedding is zero or not finite."""
         embeddings, known = self.stores[kind].find(keys)
@@ -83,7 +72,7 @@ class StoredTeacher:
     """A teacher whose embeddings were stored: looked up by the place of each item, which it lets the sets name.
 
     Args:
-        folders: of embeddings, each of one or several of the sets.
+        folders: of embeddings, or of such folders, of which `infcl embed --dataset` makes one for each set it has read.
         data: the training sets.
 
     Raises:
@@ -91,7 +80,10 @@ class StoredTeacher:
     """
 
     def __init__(self, folders: Iterable[str | Path], data: Iterable[object], args: InfCLTrainingArguments) -> None:
-        opened = [StoredEmbeddings(folder) for folder in folders]
+        opened = []
+        for folder in map(Path, folders):
+            parts = [] if (folder / RECORD).exists() else folder.glob(f"*/{RECORD}")
+            opened += map(StoredEmbeddings, sorted(path.parent for path in parts) or [folder])
         self.sides = ("image", "text") if args.teacher_side == "both" else (args.teacher_side,)
         self._kinds = [f"{side}s" for side in self.sides]
         sets = [_DataSet(part, self._kinds, opened) for one in data for part in leaves(one)]
@@ -122,7 +114,7 @@ class StoredTeacher:
         for number, one in enumerate(sets):
             one.part.set_number = number
         # By the number of each set, its embeddings, and the beginnings of the places of samples that have changed.
-        self._sets = {n: (one.stored, one.changed()) for n, one in enumerate(sets) if one.stored is not None}
+        self._sets = {n: (one.stored, one.changed) for n, one in enumerate(sets) if one.stored is not None}
         record, self.width = opened[0].record, opened[0].width
         prints = [stored.record["fingerprint"] for stored in opened]
         self.options: Mapping[str, Any] = {"fingerprint": " ".join(prints), "weights": record["weights"]}
@@ -133,19 +125,17 @@ class StoredTeacher:
 
     def inputs(self, items: Sequence[Any], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What a batch of some items gets for the teacher."""
-        counts = np.array([len(item["caption"]) for item in items])
+        images = [(row, *item["place"]) for row, item in enumerate(items)]
+        texts = [(row, n, of_caption(key, text)) for row, n, key in images for text in items[row]["caption"]]
         known, added = np.ones(len(items), bool), {}
-        for kind in self._kinds:
-            places = [item["place"] for item in items]
-            if kind == "texts":
-                each = zip(places, items, strict=True)
-                places = [(n, of_caption(key, caption)) for (n, key), item in each for caption in item["caption"]]
-            added[kind], found = self._find(kind, places)
-            known &= found if kind == "images" else np.logical_and.reduceat(found, np.cumsum(counts) - counts)
+        for kind, places in (("images", images), ("texts", texts)):
+            if kind in self._kinds:
+                added[kind], found = self._find(kind, places)
+                known[[row for (row, *_), is_there in zip(places, found, strict=True) if not is_there]] = False
         if self.partial:
-            texts = np.repeat(known, counts)
+            of_texts = known[[row for row, *_ in texts]]
             negatives = len(batch["input_ids"]) - len(texts)
-            added["known_images"], added["known_texts"] = known, np.concatenate([texts, np.zeros(negatives, bool)])
+            added["known_images"], added["known_texts"] = known, np.concatenate([of_texts, np.zeros(negatives, bool)])
         elif not known.all():
             number, key = items[int((~known).argmax())]["place"]
             raise ValueError(
@@ -154,13 +144,13 @@ class StoredTeacher:
             )
         return {f"{OF_TEACHER}{name}": torch.from_numpy(values) for name, values in added.items()}
 
-    def _find(self, kind: str, places: Sequence[tuple[int, str]]) -> tuple[np.ndarray, np.ndarray]:
-        """The embeddings of some places, and whether there are any; as `Store.find`."""
+    def _find(self, kind: str, places: Sequence[tuple[int, int, str]]) -> tuple[np.ndarray, np.ndarray]:
+        """The embeddings of some places, each a set's number and a key within it, and whether there are any."""
         dtype = np.result_type(*(stored.stores[kind].dtype for stored, _ in self._sets.values()))
         values, known = np.zeros((len(places), self.width), dtype), np.zeros(len(places), bool)
         for number, (stored, changed) in self._sets.items():
-            rows = [row for row, (of, key) in enumerate(places) if of == number and not key.startswith(changed)]
-            values[rows], known[rows] = stored.find(kind, [places[row][1] for row in rows])
+            rows = [row for row, (_, n, key) in enumerate(places) if n == number and not key.startswith(changed)]
+            values[rows], known[rows] = stored.find(kind, [places[row][-1] for row in rows])
         return values, known
 
 
@@ -187,6 +177,7 @@ class _DataSet:
 
     Attributes:
         stored: its embeddings; None if there are none.
+        changed: the beginnings of the places of samples whose shards have changed since they were embedded.
 
     Raises:
         ValueError: its captions have no stored embeddings.
@@ -207,6 +198,9 @@ class _DataSet:
             if not all(differences(stored.record["data"], whole, self._kinds) for stored in opened):
                 self._described = whole
         self.stored = next((stored for stored in opened if not self.difference(stored)), None)
+        embedded = {} if self.stored is None else self.stored.record["data"].get("shards", {})
+        shards = self._described.get("shards", {})
+        self.changed = tuple(f"{name}/" for name, tag in embedded.items() if shards.get(name, tag) != tag)
 
     def difference(self, stored: StoredEmbeddings) -> str:
         """How this set differs from the one that was embedded; empty if it does not, or has some of its shards."""
@@ -218,19 +212,14 @@ class _DataSet:
             return ""
         return f"of its {counted(len(shards), 'shard')}, none is one of the {len(embedded)}"
 
-    def changed(self) -> tuple[str, ...]:
-        """The beginnings of the places of samples whose shards have changed since they were embedded."""
-        assert self.stored is not None
-        recorded, shards = self.stored.record["data"].get("shards", {}), self._described.get("shards", {})
-        return tuple(f"{name}/" for name, tag in recorded.items() if shards.get(name, tag) != tag)
-
     def describe_missing(self) -> str:
         """How many rows or shards have no embeddings, in words; empty if there are none."""
         if isinstance(self.part, ImageTextDataset):
             every, missing = counted(len(self.part), "row"), len(self.part)
             if self.stored is not None:
-                without = _rows_without_captions(self.part, self.stored) if "texts" in self._kinds else 0
-                missing = max(without, self.stored.record["data"]["rows"] - self.stored.rows)
+                stores, rows = self.stored.stores, self.stored.record["data"]["rows"]
+                without = _rows_without_captions(self.part, stores["texts"]) if "texts" in self._kinds else 0
+                missing = max(without, rows - len(stores["images"]) if "images" in stores else 0)
         else:
             shards = self._described["shards"].items()
             embedded = {} if self.stored is None else self.stored.record["data"]["shards"]
@@ -238,15 +227,14 @@ class _DataSet:
         return f"{missing:,} of the {every} of {self.part.name}" if missing else ""
 
 
-def _rows_without_captions(part: ImageTextDataset, stored: StoredEmbeddings) -> int:
+def _rows_without_captions(part: ImageTextDataset, texts: Store) -> int:
     """The number of rows of a table that have a caption without an embedding. A million captions take six seconds."""
-    table, first, lacking = part.table.select_columns([part.caption_column]).with_format(None), 0, 0
-    for batch in table.iter(10_000):
-        values = enumerate(batch[part.caption_column], first)
+    table, lacking = part.table.select_columns([part.caption_column]).with_format(None), 0
+    for first in range(0, len(table), 10_000):
+        values = enumerate(table[first : first + 10_000][part.caption_column], first)
         captions = [(row, caption) for row, value in values for caption in usable_captions(value)]
-        missing = stored.stores["texts"].missing([of_caption(str(part.number(row)), text) for row, text in captions])
+        missing = texts.missing([of_caption(str(part.number(row)), text) for row, text in captions])
         lacking += len({captions[place][0] for place in np.flatnonzero(missing)})
-        first += len(batch[part.caption_column])
     return lacking
 
 
@@ -271,7 +259,7 @@ def make_teachers(context: Context, *, remakes_model: bool) -> tuple[TeacherDist
     if context.data is None:
         return ()
     stored = args.teacher_embeddings
-    folders: Any = embedding_folders(stored) if stored else embedded_by(str(args.teacher), context)
+    folders: Any = [stored] if stored else embedded_by(str(args.teacher), context)
     teacher = StoredTeacher(folders, [context.data], args)
     term = TeacherDistance(teacher, args.teacher_weight, context.encoder.width(), args.seed, args.device)
     if term.parameters() and context.accelerator.is_fsdp2:

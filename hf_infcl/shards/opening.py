@@ -61,7 +61,7 @@ def find_shards(source: str, *, split: str = "train", name: str | None = None) -
             f"{source!r} is written for webdataset. Shards are read where they are, to resume at any sample: name the "
             "path or URL (s3://bucket/{000..127}.tar), and several sources one after the other (--dataset a b)."
         )
-    patterns = [source] if literal == len(source) else _expand_braces(source, literal)
+    patterns = _expand_braces(source, literal)
     is_pattern = len(patterns) > 1 or source.endswith(_FORMATS) or _MAGIC.search(source, literal)
     if "://" in source and not is_pattern:
         patterns = [f"{source.rstrip('/')}/**/*{extension}" for extension in _FORMATS]
@@ -127,8 +127,7 @@ def _expand_braces(pattern: str, literal: int = 0) -> list[str]:
         first, last = bounds.groups()
         if int(last) < int(first):
             raise ValueError(f"The range {braces[0]} in {Url(pattern)!r} ends before it begins.")
-        width = len(first) if first.startswith("0") or len(first) == len(last) else 0
-        inner = [f"{number:0{width}d}" for number in range(int(first), int(last) + 1)]
+        inner = [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
     elif "," in braces[1]:
         inner = braces[1].split(",")
     else:
@@ -276,31 +275,29 @@ class _RetriedFile(io.RawIOBase):
 
     def _persist(self, action: Callable[..., T], *args: object) -> T:
         """Returns the result of the action, which is repeated if it fails."""
-        for tries, seconds in enumerate((*RETRY_SECONDS, None), 1):
+        waits = [*RETRY_SECONDS]
+        while True:
             try:
                 return action(*args)
             except Exception as error:  # noqa: PERF203  # libraries of protocols raise exceptions of any class
+                # A traceback that shows the error would show the secrets of the URL.
+                shown = error if without_secrets(self._url) == self._url else None
                 cause = f"{type(error).__name__}: {without_secrets(str(error))}"
                 if isinstance(error, _FINAL):
-                    raise ValueError(f"The file {self._url!r} cannot be opened: {cause}") from self._shown(error)
+                    raise ValueError(f"The file {self._url!r} cannot be opened: {cause}") from shown
                 self._forget()
                 what = f"Reading the file {self._url!r} failed at byte {self._position}: {cause}"
-                if seconds is None:
-                    raise ReadError(f"{what}. It was tried {tries} times.") from self._shown(error)
-                logger.warning("%s. It is tried again in %g s.", what, seconds)
-                time.sleep(seconds)
-        raise AssertionError("the last try returns or raises")
-
-    def _shown(self, error: Exception) -> Exception | None:
-        """The error, unless a traceback that shows it would show the secrets of the URL."""
-        return error if without_secrets(self._url) == self._url else None
+                if not waits:
+                    raise ReadError(f"{what}. It was tried {len(RETRY_SECONDS) + 1} times.") from shown
+                logger.warning("%s. It is tried again in %g s.", what, waits[0])
+                time.sleep(waits.pop(0))
 
     def _read(self, size: int) -> bytes:
         self._open()
         if self._file.tell() != self._position:
             try:
                 self._file.seek(self._position)
-            except (ValueError, io.UnsupportedOperation):  # a server that does not know ranges
+            except ValueError:  # a server that does not know ranges
                 if self._file.tell() > self._position:
                     self._forget()
                     self._open()
@@ -321,10 +318,9 @@ class _RetriedFile(io.RawIOBase):
             self._file = file
 
     def _forget(self) -> None:
-        file, self._file = self._file, None
-        with suppress(Exception):  # closing a lost connection may fail
-            if file is not None:
-                file.close()
+        with suppress(Exception):  # closing a lost connection may fail, and there may be none
+            self._file.close()
+        self._file = None
 
 
 def open_shard(url: str, position: int = 0, buffer: int = _BUFFER) -> io.BufferedReader:
