@@ -20,7 +20,7 @@ from ..loss.objectives import OBJECTIVES
 from ..models.model_types import reads_padding
 from .facts import SPEED, Evaluation, TrainingFacts
 from .pictures import PICTURES_FILE, plot_curves
-from .settings import cell, code, escaped, line, literal, row
+from .settings import cell, code, escaped, literal
 from .telling import changes, explained, outcome, words_of_scores
 
 CURVES_FILE = "curves.png"
@@ -51,7 +51,7 @@ def model_card(facts: TrainingFacts, *, curves: str | None = None, pictures: str
         datasets=datasets or None,
         eval_results=[result for one in facts.evaluations for result in _model_index(one)] or None,
     )
-    of_text: tuple[Any, ...] = (code, escaped, literal, row, line, cell, counted)
+    of_text: tuple[Any, ...] = (code, escaped, literal, cell, counted)
     of_facts: tuple[Any, ...] = (outcome, changes, explained, words_of_scores, place, results, reads_padding)
     return ModelCard.from_template(
         data,

@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import metadata
 from pathlib import Path
@@ -370,9 +371,8 @@ def has_learned(model: str, content: str) -> bool:
 
     ``content`` is the `content_of` the data set. It is False without a record that can be read, or that tells it.
     """
-    try:
+    with suppress(ValueError):
         facts = facts_of_model(model)
-    except ValueError:
-        return False
-    left_none_out = facts.settings.get("pairs left out", "none").startswith("none")
-    return facts.content == content and left_none_out and "pairs excluded before" not in facts.settings
+        left_none_out = facts.settings.get("pairs left out", "none").startswith("none")
+        return facts.content == content and left_none_out and "pairs excluded before" not in facts.settings
+    return False

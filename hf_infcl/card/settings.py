@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import ChainMap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..data import transparency
@@ -59,20 +59,10 @@ def joined(parts: Sequence[str]) -> str:
     return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
 
 
-def line(*, caller: Callable[[], str]) -> str:
-    """One line of what a template encloses, which it may break anywhere."""
-    return one_line(caller())
-
-
 def cell(text: str) -> str:
     """The text in a cell of a table; pipes are escaped, also within code, as the tables of the Hub require."""
     # A pipe after an even number of backslashes would end the cell, since these escape each other.
     return re.sub(r"(?<!\\)((?:\\\\)*)\|", r"\1\\|", one_line(text))
-
-
-def row(*cells: str, caller: Callable[[], str] | None = None) -> str:
-    """A row of a table; what a template encloses is its last cell."""
-    return f"| {' | '.join(map(cell, cells if caller is None else (*cells, caller())))} |"
 
 
 def training_settings(trainer: InfCLTrainer) -> dict[str, str]:
@@ -80,10 +70,8 @@ def training_settings(trainer: InfCLTrainer) -> dict[str, str]:
     rows = {} if trainer.optimizer is None else _optimization(trainer)
     rows |= {"seed": str(trainer.args.seed), "precision": precision(trainer)}
     for _, row, value in values_of_card(trainer.args):
-        if isinstance(value, list):
-            rows[row] = joined([code(one) if isinstance(one, str) else str(one) for one in value])
-        else:
-            rows[row] = f"{value:g}"
+        values = value if isinstance(value, list) else [value]
+        rows[row] = joined([code(one) if isinstance(one, str) else f"{one:g}" for one in values])
     pairs: Any = trainer.train_dataset
     pairs = pairs.datasets[0] if isinstance(pairs, Replayed) else pairs
     options = getattr(pairs, "options", {})
@@ -123,8 +111,8 @@ def precision(trainer: InfCLTrainer) -> str:
     # On CPUs with fp16, accelerate computes in the precision of the weights.
     if mixed != "no" and not (mixed == "fp16" and trainer.args.device.type == "cpu"):
         return f"{mixed} autocast"
-    model: Any = trainer.model
-    kinds = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()}
+    parameters = trainer.dual_encoder.model.parameters()
+    kinds = {str(p.dtype).removeprefix("torch.") for p in parameters if p.is_floating_point()}
     return " and ".join(sorted(kinds)).replace("bfloat", "bf").replace("float", "fp")
 
 

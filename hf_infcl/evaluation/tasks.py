@@ -90,21 +90,18 @@ def checked_finite(name: str, finite: Tensor) -> None:
         )
 
 
-def checked_index(name: str, index: Tensor, length: int, upper: int, device: torch.device) -> Tensor:
-    """`index` as an int64 tensor [length] of values in [0, upper) on `device`, or a ValueError."""
-    index = checked_integers(name, index, length, device)
-    if index.min() < 0 or index.max() >= upper:
-        raise ValueError(f"{name} must lie in [0, {upper}), got values from {int(index.min())} to {int(index.max())}.")
-    return index
-
-
-def checked_integers(name: str, integers: Tensor, length: int, device: torch.device) -> Tensor:
-    """`integers` as an int64 tensor [length] on `device`, or a ValueError."""
+def checked_integers(
+    name: str, integers: Tensor, length: int, device: torch.device, below: int | None = None
+) -> Tensor:
+    """`integers` as an int64 tensor [length] on `device`, or a ValueError; with `below`, of values in [0, below)."""
     if integers.shape != (length,) or integers.is_floating_point() or integers.dtype == torch.bool:
         raise ValueError(
             f"{name} must be an integer tensor of shape {(length,)}, "
             f"got shape {tuple(integers.shape)} of {integers.dtype}."
         )
+    if below is not None and not 0 <= integers.min() <= integers.max() < below:
+        least, most = int(integers.min()), int(integers.max())
+        raise ValueError(f"{name} must lie in [0, {below}), got values from {least} to {most}.")
     return integers.to(device, torch.int64)
 
 
@@ -134,7 +131,7 @@ def group_by_image(caption_image: Tensor | None, num_captions: int, num_images: 
             )
         caption_image = torch.arange(num_captions)
     negative = caption_image == -1
-    checked_index("caption_image", caption_image.masked_fill(negative, 0), num_captions, num_images, negative.device)
+    checked_integers("caption_image", caption_image.masked_fill(negative, 0), num_captions, negative.device, num_images)
     counts = torch.bincount(caption_image[~negative], minlength=num_images)
     if (counts == 0).any():
         raise ValueError(
@@ -243,7 +240,7 @@ def zero_shot_metrics(image_embeds: Tensor, classifier: Tensor, labels: Tensor) 
     classifier = checked_embeds("classifier", classifier, like=image_embeds)
     labels = labels.to(image_embeds.device)
     if labels.ndim != 2:
-        labels = checked_index("labels", labels, len(image_embeds), len(classifier), labels.device)
+        labels = checked_integers("labels", labels, len(image_embeds), labels.device, len(classifier))
     return measured(checked_classes(class_places(image_embeds, classifier, labels), labels, len(classifier)))
 
 
@@ -271,7 +268,7 @@ def checked_classes(places: Tensor, labels: Tensor, num_classes: int) -> ClassRa
     """
     if places.ndim == 1:
         checked_finite("image_embeds", places != NOT_FINITE)
-        labels = checked_index("labels", labels, len(places), num_classes, labels.device)
+        labels = checked_integers("labels", labels, len(places), labels.device, num_classes)
         return ClassRanks(places.cpu(), labels.cpu(), num_classes)
     checked_finite("image_embeds", places.isfinite().all(dim=1))
     if labels.shape != places.shape or not ((labels == 0) | (labels == 1)).all():
@@ -335,7 +332,7 @@ def pair_ranks(
     image_embeds = checked_embeds("image_embeds", image_embeds)
     text_embeds = checked_embeds("text_embeds", text_embeds, like=image_embeds)
     device = image_embeds.device
-    text_image = checked_index("text_image", text_image, len(text_embeds), len(image_embeds), device)
+    text_image = checked_integers("text_image", text_image, len(text_embeds), device, len(image_embeds))
     images, texts = F.normalize(image_embeds, dim=-1), F.normalize(text_embeds, dim=-1)
     queries, copies = texts, None
     if caption_ids is not None:
@@ -369,7 +366,7 @@ def choices(image_embeds: Tensor, text_embeds: Tensor, text_image: Tensor, right
     """
     image_embeds = checked_embeds("image_embeds", image_embeds)
     text_embeds = checked_embeds("text_embeds", text_embeds, like=image_embeds)
-    text_image = checked_index("text_image", text_image, len(text_embeds), len(image_embeds), image_embeds.device)
+    text_image = checked_integers("text_image", text_image, len(text_embeds), image_embeds.device, len(image_embeds))
     counts = text_image.bincount(minlength=len(image_embeds))
     if counts.min() <= right or (text_image.diff() < 0).any():
         raise ValueError(
@@ -378,13 +375,8 @@ def choices(image_embeds: Tensor, text_embeds: Tensor, text_image: Tensor, right
         )
     images, texts = F.normalize(image_embeds, dim=-1), F.normalize(text_embeds, dim=-1)
     cosines = (images[text_image] * texts).sum(-1)  # [M]
-    first = counts.cumsum(0) - counts
-    of_right = torch.arange(len(cosines), device=cosines.device) - first[text_image] < right
-    least_right, best_wrong = (
-        cosines.new_full((len(images),), worst).scatter_reduce_(0, text_image, cosines.masked_fill(~kept, worst), how)
-        for kept, worst, how in ((of_right, torch.inf, "amin"), (~of_right, -torch.inf, "amax"))
-    )
-    return Choices((least_right > best_wrong).cpu())
+    of_images = cosines.cpu().split(counts.tolist())
+    return Choices(torch.stack([own[:right].min() > own[right:].max() for own in of_images]))
 
 
 def recall_ceilings(caption_ids: Tensor, text_image: Tensor, num_images: int, ks: Sequence[int]) -> dict[str, float]:
@@ -423,6 +415,4 @@ def _places_within_groups(groups: Tensor) -> Tensor:
     order = groups.argsort(stable=True)
     _, sizes = groups.unique(return_counts=True)  # in sorted order
     starts = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-    places = torch.empty_like(groups)
-    places[order] = torch.arange(len(groups)) - starts
-    return places
+    return torch.empty_like(groups).scatter_(0, order, torch.arange(len(groups)) - starts)

@@ -26,23 +26,20 @@ def hub_asked_once(source: str) -> Iterator[None]:
     The libraries would ask for each file, and try again for 24 seconds each time. For a path nothing is asked.
     """
     is_path = os.path.exists(source) or source.startswith((".", os.sep))
-    if is_path or constants.HF_HUB_OFFLINE or hub_answers():
-        yield
-        return
-    constants.HF_HUB_OFFLINE = True
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or not (is_path or hub_answers())
     try:
         yield
     finally:
-        constants.HF_HUB_OFFLINE = False
+        constants.HF_HUB_OFFLINE = before
 
 
 def asks_hub_once(load: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Decorates a function, whose first argument is what it loads, with `hub_asked_once`."""
-    first = next(iter(inspect.signature(load).parameters))
 
     @wraps(load)
     def loading(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        with hub_asked_once(str(args[0] if args else kwargs[first])):
+        with hub_asked_once(str(inspect.signature(load).bind(*args, **kwargs).args[0])):
             return load(*args, **kwargs)
 
     return loading
