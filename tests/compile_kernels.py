@@ -51,7 +51,7 @@ def compile_for(target: str) -> None:
     torch.cuda.get_device_capability = lambda device=None: divmod(int(architecture), 10)
 
     from hf_infcl.kernels import triton_backend as backend
-    from hf_infcl.kernels.torch_backend import Block, BlockGradients
+    from hf_infcl.kernels.torch_backend import Block, BlockGradients, CoefficientVectors
     from hf_infcl.models import triton_quick_gelu
 
     backend.HOPPER_PAYS = 0  # also for the small blocks here
@@ -59,18 +59,18 @@ def compile_for(target: str) -> None:
     scale, vector = torch.tensor(1.0), torch.zeros(6000)
     ids = torch.arange(6000, dtype=torch.int32) // 2
     of_ids, of_pairs = Block(x, x, scale, ids, ids, equal_are_positive=True), Block(x, x, scale, diagonal=0)
-    outputs = BlockGradients(None, None, accumulate=False)
-    backend.positive_logits(of_pairs)
+    outputs = BlockGradients()
+    backend.positive_logits(x, x, scale)
     backend.softmax_losses(*[vector] * 5)
     triton_quick_gelu.forward(x)
     triton_quick_gelu.backward(x, x)
     if architecture == "90":  # together the targets compile each kernel with ids, with ids as positives, and without
         backend.softmax_statistics(of_ids, vector, vector)
-        backend.softmax_gradients(of_pairs, vector, vector, None, None, vector, None, outputs)
+        backend.softmax_gradients(of_pairs, CoefficientVectors(vector, vector, None, None, vector, None), outputs)
         backend.sigmoid_block(of_ids, scale, outputs)
     else:
         backend.softmax_statistics(of_pairs, vector, vector)
-        backend.softmax_gradients(of_ids, vector, vector, vector, vector, vector, vector, outputs)
+        backend.softmax_gradients(of_ids, CoefficientVectors(*[vector] * 6), outputs)
         backend.sigmoid_block(of_pairs, scale, outputs)
 
 

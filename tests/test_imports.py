@@ -211,7 +211,7 @@ def test_no_import_comes_back_to_itself():
 
 # Lines of code, without comments and docstrings, that a package has at most.
 BUDGETS = {
-    **{"files": 167, "processes": 556, "kernels": 1668, "evaluation": 455, "refusals": 40},
+    **{"files": 167, "processes": 556, "kernels": 1628, "evaluation": 455, "refusals": 40},
     **{"loss": 1177, "shards": 898, "models": 1974, "optim": 334, "options": 696, "data": 2483, "step": 2026},
     **{"quality": 964, "trainer": 2177, "card": 872, "cli": 2279},
 }

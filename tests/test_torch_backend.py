@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_infcl import contrastive_loss, kernels
 from hf_infcl.kernels import torch_backend
-from hf_infcl.kernels.torch_backend import Block, BlockGradients
+from hf_infcl.kernels.torch_backend import Block, BlockGradients, CoefficientVectors
 from hf_infcl.loss import reference
 
 KINDS = ("normalised", "unnormalised", "duplicates", "adversarial", "zeros")
@@ -237,15 +237,16 @@ def test_a_backend_has_the_operators_with_the_parameters_and_results_that_are_de
     assert len(operators) == 5
     for operator, overload in operators.items():
         declared, own = inspect.signature(overload), inspect.signature(getattr(backend, operator))
-        together = {"block": "x", "gradients": "grad_x"}  # the first one of those that stand together there
-        single = [
-            name for name in declared.parameters if name not in (*Block._fields, *BlockGradients._fields, "backend")
-        ]
-        block = ["block"] if "x" in declared.parameters else []
-        assert list(own.parameters) == block + single + (["gradients"] if "grad_x" in declared.parameters else [])
+        together = {"block": Block, "vectors": CoefficientVectors, "gradients": BlockGradients}
+        expected = {name: field for name, field in declared.parameters.items() if name != "backend"}
         for name, parameter in own.parameters.items():
-            expected = declared.parameters[together.get(name, name)]
-            assert name in together or parameter == expected.replace(default=inspect.Parameter.empty), operator
+            fields = [parameter]
+            if name in together:
+                assert parameter.annotation is together[name], operator
+                fields = list(inspect.signature(together[name]).parameters.values())
+            for field in fields:
+                assert field == expected.pop(field.name), operator
+        assert not expected, operator
         assert own.return_annotation == declared.return_annotation
         assert "Args:" in overload.__doc__ or "Returns:" in overload.__doc__ or operator == "positive_logits"
 

@@ -548,7 +548,7 @@ def test_kernels_compile_for_every_kind_of_gpu() -> None:
 
 def forget_choice() -> None:
     """Forgets the choice of a backend, which is remembered for the life of a process."""
-    for cache in (kernels._obstacle_to_triton, kernels._selected):
+    for cache in (kernels._obstacle_to_triton, kernels.select):
         cache.cache_clear()
 
 
@@ -574,11 +574,11 @@ def test_where_triton_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_automatic_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     x, _ = pairs(8, 16)
     with caplog.at_level("INFO", "hf_infcl.kernels"):
-        chosen = {kernels.select("auto", x) for _ in range(3)}
+        chosen = {kernels.select("auto", x.device, x.dtype) for _ in range(3)}
     assert chosen == {torch_backend if DEVICE == "cpu" else backend}
     assert len(caplog.records) == 1
     caplog.clear()
-    assert kernels.select("auto", x.double()) is torch_backend
+    assert kernels.select("auto", x.device, torch.float64) is torch_backend
     if DEVICE == "cuda":
         assert [record.levelname for record in caplog.records] == ["WARNING"]
 

@@ -1,10 +1,13 @@
 """The contrastive losses of a block of images and texts, computed without ever storing the logits.
 
-These are operators of `torch.library` that know nothing of autograd or torch.distributed. Each is declared once, below:
-its schema is inferred from the signature, and the body, which only tracing runs, gives the shapes and dtypes of the
-results. The function of the same name in another module computes it, with a `Block` for the first parameters and
-`BlockGradients` for the outputs. The argument ``backend`` selects that module: `torch_backend`, in plain torch on any
-device, or `triton_backend`, which launches Triton kernels.
+These are operators of `torch.library` that know nothing of autograd or torch.distributed. Each is declared once, below,
+and its body, which only tracing runs, gives the shapes and dtypes of the results. The function of the same name and
+parameters in another module computes it. The argument ``backend`` selects that module: `torch_backend`, in plain torch
+on any device, or `triton_backend`, which launches Triton kernels.
+
+An operator itself takes the fields of a `Block`, of `CoefficientVectors` and of `BlockGradients` one by one, in the
+order of the declaration, but those with a default last: x, y and scale, the vectors, ids_x, ids_y, diagonal,
+equal_are_positive, grad_x, grad_y, accumulate, and backend.
 
 Terms: a *block* is m images against n texts, x [m, D] and y [n, D], with the logits z_ij = scale · x_i·y_j (+ bias).
 scale and bias are 0-dim tensors on the device of the features, so that the host never waits for their values. Scalars,
@@ -21,18 +24,18 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable
+from operator import itemgetter
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import torch_backend
-from .torch_backend import Block, BlockGradients
+from .torch_backend import Block, BlockGradients, CoefficientVectors
 
 BACKENDS = ("auto", "triton", "torch")
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 _logger = logging.getLogger(__name__)
@@ -47,8 +50,9 @@ def obstacle(backend: str, device: torch.device, dtype: torch.dtype) -> str:
     return reason and f'backend="triton" cannot run here: {reason}. Use "auto" or "torch".'
 
 
-def select(backend: str, x: Tensor) -> ModuleType:
-    """The module that computes blocks of features like ``x``.
+@functools.lru_cache
+def select(backend: str, device: torch.device, dtype: torch.dtype) -> ModuleType:
+    """The module that computes blocks of features of this dtype on this device.
 
     ``"auto"`` is ``"triton"`` on GPUs that can run it and ``"torch"`` elsewhere. The choice and its reason are logged
     once.
@@ -56,29 +60,21 @@ def select(backend: str, x: Tensor) -> ModuleType:
     Raises:
         ValueError: ``backend`` is ``"triton"``, which cannot run.
     """
-    return _selected(backend, x.device, x.dtype)
-
-
-@functools.lru_cache
-def _selected(backend: str, device: torch.device, dtype: torch.dtype) -> ModuleType:
     if problem := obstacle(backend, device, dtype):
         raise ValueError(problem)
-    if backend == "triton" or (backend == "auto" and _auto_is_triton(device, dtype)):
-        from . import triton_backend
-
-        return triton_backend
-    return torch_backend
-
-
-def _auto_is_triton(device: torch.device, dtype: torch.dtype) -> bool:
-    if device.type == "cpu":
+    if backend == "auto" and device.type == "cpu":
         _logger.info('backend="auto": torch on the CPU.')
-        return False
-    if reason := _obstacle_to_triton(device, dtype):
+        backend = "torch"
+    elif backend == "auto" and (reason := _obstacle_to_triton(device, dtype)):
         _logger.warning('backend="auto": torch on %s, which is slower than triton: %s.', device, reason)
-        return False
-    _logger.info('backend="auto": triton on %s.', device)
-    return True
+        backend = "torch"
+    elif backend == "auto":
+        _logger.info('backend="auto": triton on %s.', device)
+    if backend == "torch":
+        return torch_backend
+    from . import triton_backend
+
+    return triton_backend
 
 
 @functools.lru_cache
@@ -103,36 +99,49 @@ def _obstacle_to_triton(device: torch.device, dtype: torch.dtype) -> str:
 # ---- The operators ----
 
 
-def _operator(declaration: Callable[P, R]) -> Callable[P, R]:
-    """Defines the operator of this name, documented and called like the declaration.
+def _operator(declaration: Callable[..., R]) -> Callable[..., R]:
+    """Defines the operator of this name, documented like the declaration.
 
     It does not use `torch.library.custom_op`, whose overhead of 0.1 ms per call exceeds the kernel time of a small
     batch.
     """
     name, signature = declaration.__name__, inspect.signature(declaration)
-    names = list(signature.parameters)
-    written = [output for output in ("grad_x", "grad_y") if output in names]
-    defaults = tuple(parameter.default for parameter in signature.parameters.values())
-    # The places of the parameters that form a `Block`, of those that form `BlockGradients`, and of the others.
-    of_block, of_gradients = ([names.index(n) for n in kind._fields if n in names] for kind in (Block, BlockGradients))
-    others = [place for place in range(len(names) - 1) if place not in (*of_block, *of_gradients)]
+    together = (Block, CoefficientVectors, BlockGradients)
+    # For each parameter of the declaration its kind and its fields, or None and itself.
+    parts = [
+        (kind, list(inspect.signature(kind).parameters.values())) if kind in together else (None, [parameter])
+        for parameter in signature.parameters.values()
+        for kind in (parameter.annotation,)
+    ]
+    fields = sorted((p for _, part in parts for p in part), key=lambda p: p.default is not p.empty)
+    names, defaults = [p.name for p in fields], tuple(p.default for p in fields)
+    readers = [(kind, itemgetter(*(names.index(p.name) for p in part))) for kind, part in parts]
 
-    def compute(*given: Any) -> Any:
+    def declared(given: tuple[Any, ...]) -> list[Any]:
+        """The arguments of the declaration."""
         if len(given) < len(defaults):  # torch leaves out last arguments that equal their defaults
             given += defaults[len(given) :]
-        x, y, backend = given[0], given[1], given[-1]
-        # No kernel can be launched for an empty block. len(x) would take ten times as long as x.numel().
-        module = select(backend, x) if x.numel() and y.numel() else torch_backend
-        block = [Block(*[given[place] for place in of_block])] if of_block else []
-        gradients = [BlockGradients(*[given[place] for place in of_gradients])] if of_gradients else []
-        with torch.cuda.device_of(x):  # Triton launches kernels on the current device
-            return getattr(module, name)(*block, *[given[place] for place in others], *gradients)
+        return [read(given) if kind is None else kind(*read(given)) for kind, read in readers]
 
-    torch.library.define(f"hf_infcl::{name}", torch.library.infer_schema(declaration, mutates_args=written))
+    def compute(*given: Any) -> Any:
+        *arguments, backend = declared(given)
+        x, y = given[0], given[1]
+        # No kernel can be launched for an empty block. len(x) would take ten times as long as x.numel().
+        module = select(backend, x.device, x.dtype) if x.numel() and y.numel() else torch_backend
+        with torch.cuda.device_of(x):  # Triton launches kernels on the current device
+            return getattr(module, name)(*arguments)
+
+    def trace(*given: Any) -> Any:
+        return declaration(*declared(given))
+
+    prototype: Any = trace
+    prototype.__signature__ = signature.replace(parameters=fields)
+    written = [output for output in ("grad_x", "grad_y") if output in names]
+    torch.library.define(f"hf_infcl::{name}", torch.library.infer_schema(prototype, mutates_args=written))
     torch.library.impl(f"hf_infcl::{name}", "default", compute)
-    torch.library.register_fake(f"hf_infcl::{name}", declaration)
+    torch.library.register_fake(f"hf_infcl::{name}", trace)
     operator: Any = getattr(torch.ops.hf_infcl, name).default
-    operator.__doc__, operator.__signature__ = declaration.__doc__, signature
+    operator.__doc__, operator.__signature__ = declaration.__doc__, prototype.__signature__
     return operator
 
 
@@ -147,18 +156,7 @@ def positive_logits(x: Tensor, y: Tensor, scale: Tensor, backend: str = "auto") 
 
 
 @_operator
-def softmax_statistics(
-    x: Tensor,
-    y: Tensor,
-    scale: Tensor,
-    pivot_x: Tensor,
-    pivot_y: Tensor,
-    ids_x: Tensor | None = None,
-    ids_y: Tensor | None = None,
-    diagonal: int | None = None,
-    equal_are_positive: bool = False,
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor]:
+def softmax_statistics(block: Block, pivot_x: Tensor, pivot_y: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
     """The statistics of each row and of each column of a block for the softmax loss, from the same tiles of logits.
 
     With d_ij = z_ij - pivot_x_i, those of row i are
@@ -186,7 +184,7 @@ def softmax_statistics(
     Returns:
         The statistics of the rows, [1, m], and of the columns, [1, n]; with ``equal_are_positive``, [3, m] and [3, n].
     """
-    count = 3 if equal_are_positive else 1
+    count = 3 if block.equal_are_positive else 1
     return pivot_x.new_empty(count, len(pivot_x)), pivot_y.new_empty(count, len(pivot_y))
 
 
@@ -218,23 +216,7 @@ def softmax_losses(
 
 @_operator
 def softmax_gradients(
-    x: Tensor,
-    y: Tensor,
-    scale: Tensor,
-    pivot_x: Tensor,
-    pivot_y: Tensor,
-    relative_x: Tensor | None,
-    relative_y: Tensor | None,
-    share_x: Tensor | None,
-    share_y: Tensor | None,
-    ids_x: Tensor | None = None,
-    ids_y: Tensor | None = None,
-    diagonal: int | None = None,
-    equal_are_positive: bool = False,
-    grad_x: Tensor | None = None,
-    grad_y: Tensor | None = None,
-    accumulate: bool = False,
-    backend: str = "auto",
+    block: Block, vectors: CoefficientVectors, gradients: BlockGradients, backend: str = "auto"
 ) -> Tensor:
     """Computes the products of the block's coefficients: ``grad_x = C·y`` and ``grad_y = Cᵀ·x``.
 
@@ -249,47 +231,22 @@ def softmax_gradients(
     and the column term likewise. All terms are at most 1 in magnitude. With the log-sum-exps of the whole batch of B
     pairs as pivots, C is 2B times the derivative of the symmetric InfoNCE loss by z.
 
-    Args:
-        pivot_x: [m], the log-sum-exp of each image's logits over the whole batch or, with relative_x, the pivot of its
-            statistics. pivot_y: [n], those of the texts.
-        relative_x: [m], that log-sum-exp minus the pivot and minus the logarithm of the weight of the image's loss;
-            relative_y: [n] likewise. None, for both, means 0. They are not added to the pivots, because the sums are
-            large and would lose digits in rounding. A row without a loss of its own has an infinite pivot or relative.
-        share_x: [m], used if ``diagonal`` or ``equal_are_positive`` is given; share_y: [n], used if the latter is.
-        grad_x: [m, D], an output; None if it is not needed. grad_y: [n, D] likewise.
-        accumulate: add to the contents of grad_x and grad_y instead of replacing them.
-
     Returns:
         Σ_ij C_ij x_i·y_j, a scalar: the derivative by scale. Unlike the products it is computed from C in fp32.
     """
-    return torch.empty_like(scale)
+    return torch.empty_like(block.scale)
 
 
 @_operator
 def sigmoid_block(
-    x: Tensor,
-    y: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    ids_x: Tensor | None = None,
-    ids_y: Tensor | None = None,
-    diagonal: int | None = None,
-    equal_are_positive: bool = False,
-    grad_x: Tensor | None = None,
-    grad_y: Tensor | None = None,
-    accumulate: bool = False,
-    backend: str = "auto",
+    block: Block, bias: Tensor, gradients: BlockGradients, backend: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the sigmoid loss of a block and, from the same tiles, ``grad_x = C·y`` and ``grad_y = Cᵀ·x``.
 
     C_ij = -t_ij σ(-t_ij z_ij) is B times the derivative of the loss by z.
 
-    Args:
-        grad_x: [m, D], an output; None if it is not needed. grad_y: [n, D] likewise.
-        accumulate: add to the contents of grad_x and grad_y instead of replacing them.
-
     Returns:
         (-Σ_ij log σ(t_ij z_ij), Σ_ij C_ij, Σ_ij C_ij x_i·y_j), scalars: the loss and its derivatives by bias and by
         scale. Unlike the products they are computed from C in fp32.
     """
-    return torch.empty_like(scale), torch.empty_like(scale), torch.empty_like(scale)
+    return torch.empty_like(bias), torch.empty_like(bias), torch.empty_like(bias)

@@ -25,12 +25,29 @@ class Block(NamedTuple):
     equal_are_positive: bool = False
 
 
+class CoefficientVectors(NamedTuple):
+    """The vectors that the coefficients of the softmax loss depend on; `hf_infcl.kernels.softmax_gradients` says how.
+
+    The relative vectors are not added to the pivots, because the sums are large and would lose digits in rounding. A
+    row or column without a loss of its own has an infinite pivot or relative.
+    """
+
+    pivot_x: Tensor  # [m], the log-sum-exp of each image's logits over the whole batch or the pivot of its statistics
+    pivot_y: Tensor  # [n]
+    # With the pivots of the statistics [m]: those log-sum-exps minus the pivot and minus the logarithm of the weight of
+    # the image's loss. None, for both, means 0.
+    relative_x: Tensor | None
+    relative_y: Tensor | None  # [n]
+    share_x: Tensor | None  # [m], used if positives are on a diagonal or have equal ids
+    share_y: Tensor | None  # [n], used if they have equal ids
+
+
 class BlockGradients(NamedTuple):
     """Where the products of the coefficients go, or are added if they accumulate."""
 
-    grad_x: Tensor | None  # [m, D]; None if it is not needed
-    grad_y: Tensor | None  # [n, D]
-    accumulate: bool
+    grad_x: Tensor | None = None  # [m, D]; None if it is not needed
+    grad_y: Tensor | None = None  # [n, D]
+    accumulate: bool = False
 
 
 TILE_ELEMENTS = 1 << 20  # 4 MiB of fp32 logits, about a CPU core's cache; several tiles are alive at once
@@ -52,11 +69,11 @@ def accumulate_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def positive_logits(block: Block) -> Tensor:
-    out = torch.empty(len(block.x), dtype=accumulate_dtype(block.x), device=block.x.device)
+def positive_logits(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    out = torch.empty(len(x), dtype=accumulate_dtype(x), device=x.device)
     for r in _chunks(len(out), 128):
-        out[r] = _product(block.x[r], block.y[r].t()).diagonal()
-    return out * block.scale
+        out[r] = _product(x[r], y[r].t()).diagonal()
+    return out * scale
 
 
 def softmax_statistics(block: Block, pivot_x: Tensor, pivot_y: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,16 +106,8 @@ def softmax_losses(
     return cross_entropies.sum(), lse_x, lse_y, -torch.sigmoid(odds).sum(0)
 
 
-def softmax_gradients(
-    block: Block,
-    pivot_x: Tensor,
-    pivot_y: Tensor,
-    relative_x: Tensor | None,
-    relative_y: Tensor | None,
-    share_x: Tensor | None,
-    share_y: Tensor | None,
-    gradients: BlockGradients,
-) -> Tensor:
+def softmax_gradients(block: Block, vectors: CoefficientVectors, gradients: BlockGradients) -> Tensor:
+    pivot_x, pivot_y, relative_x, relative_y, share_x, share_y = vectors
     scale_sums = _sums(block, gradients)
     for r, c, cosines in _tiles(block):
         logits = cosines * block.scale

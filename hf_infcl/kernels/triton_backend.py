@@ -28,7 +28,7 @@ import triton
 from torch import Tensor
 
 from . import triton_sigmoid, triton_softmax
-from .torch_backend import Block, BlockGradients
+from .torch_backend import Block, BlockGradients, CoefficientVectors
 from .triton_tiles import INTERPRETED, PAIRS, Bands, Operands, boxes, cdiv
 
 WORKSPACE_BYTES = 256 << 20  # for coefficients; twice as much would be 0 to 5% faster on an H200
@@ -53,11 +53,11 @@ GROUP_OF_STATISTICS, GROUP_OF_COEFFICIENTS = 33, 16
 # ---- The operators ----
 
 
-def positive_logits(block: Block) -> Tensor:
-    operands = Operands.of(block)
-    m, tile = len(block.x), operands.tiling.tile
-    out = torch.empty(m, dtype=torch.float32, device=block.x.device)
-    triton_softmax.positives[(cdiv(m, tile),)](*operands.features, block.scale, out, m, B=tile, **operands.constants)
+def positive_logits(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    operands = Operands.of(Block(x, y, scale))
+    m, tile = len(x), operands.tiling.tile
+    out = torch.empty(m, dtype=torch.float32, device=x.device)
+    triton_softmax.positives[(cdiv(m, tile),)](*operands.features, scale, out, m, B=tile, **operands.constants)
     return out
 
 
@@ -93,16 +93,8 @@ def softmax_losses(
     return outputs
 
 
-def softmax_gradients(
-    block: Block,
-    pivot_x: Tensor,
-    pivot_y: Tensor,
-    relative_x: Tensor | None,
-    relative_y: Tensor | None,
-    share_x: Tensor | None,
-    share_y: Tensor | None,
-    gradients: BlockGradients,
-) -> Tensor:
+def softmax_gradients(block: Block, vectors: CoefficientVectors, gradients: BlockGradients) -> Tensor:
+    pivot_x, pivot_y, relative_x, relative_y, share_x, share_y = vectors
     operands = Operands.of(block)
     if operands.parts == 1 and relative_x is not None and relative_y is not None:
         # The rounding of the sum is negligible beside that of coefficients in half precision.

@@ -248,7 +248,7 @@ def launches_dominate(strategy: Strategy, x: Tensor, counts: RowCounts) -> bool:
         and max(counts.images) * (sum(counts.texts) + sum(counts.negative_texts)) * x.shape[1] <= limit
         # Collectives of GPUs are only queued, in the order of the stream.
         and (processes.world_size == 1 or processes.device == x.device)
-        and kernels.select(strategy.backend, x) is not kernels.torch_backend
+        and kernels.select(strategy.backend, x.device, x.dtype) is not kernels.torch_backend
     )
 
 
