@@ -117,7 +117,7 @@ def tar_samples(
 
 
 def tar_members(file: io.BufferedReader, url: str) -> Iterator[tuple[str, str, tarfile.TarInfo, int]]:
-    """Key, extension and header of each file from the file's position on, a header, and where the next one begins.
+    """Key, extension and header of each file, and where the next header begins; the file's position is a header.
 
     Files that are hidden have no key and are skipped. Archives that were concatenated are read as one. Whenever a file
     is yielded, it is positioned at the beginning of the contents; the caller may leave it anywhere.
@@ -128,14 +128,14 @@ def tar_members(file: io.BufferedReader, url: str) -> Iterator[tuple[str, str, t
         file.seek(archive.offset)
         try:
             info = tarfile.TarInfo.fromtarfile(archive)
-        except tarfile.EOFHeaderError:  # every archive ends with zeros, and another one may follow them
-            ended = True
-            archive.offset += tarfile.BLOCKSIZE
-            continue
         except tarfile.HeaderError:
             at_end = not file.read(1)
             file.seek(archive.offset)
             header = file.read(tarfile.BLOCKSIZE)
+            if header.count(0) == tarfile.BLOCKSIZE:  # every archive ends with zeros, and another one may follow them
+                ended = True
+                archive.offset += tarfile.BLOCKSIZE
+                continue
             if len(header) == tarfile.BLOCKSIZE and not (at_end and header[156:157] in b"LKxg"):  # which others follow
                 what = f"The shard {url!r} is damaged: there is no tar header at byte {archive.offset}."
                 raise DamagedShardError(what) from None
