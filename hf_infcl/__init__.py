@@ -15,7 +15,7 @@ _MODULES = {
     "contrastive_loss": "loss",
     "ContrastiveLoss": "loss",
     "cached_backward": "step.own_loop",
-    "ExactContrastiveLoss": "step.embedders",
+    "ExactContrastiveLoss": "step.own_loop",
     "InfCLTrainer": "trainer.trainer",
     "InfCLTrainingArguments": "options.arguments",
     "TwoTowers": "models.dual_encoder",
@@ -46,8 +46,7 @@ if TYPE_CHECKING:
     from .loss import ContrastiveLoss, contrastive_loss
     from .models.dual_encoder import TwoTowers
     from .options.arguments import InfCLTrainingArguments
-    from .step.embedders import ExactContrastiveLoss
-    from .step.own_loop import cached_backward
+    from .step.own_loop import ExactContrastiveLoss, cached_backward
     from .trainer.trainer import InfCLTrainer
 
 

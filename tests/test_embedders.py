@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_infcl.step.embedders import ExactContrastiveLoss
+from hf_infcl.step.own_loop import ExactContrastiveLoss
 
 Features = list[dict[str, Any]]
 VOCABULARY = 90

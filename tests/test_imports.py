@@ -81,8 +81,7 @@ MUST_NOT_KNOW = {
     "hf_infcl.step.terms": (*TRAINER[:2], *MODELS, *inside("kernels", "data", "optim")),
     "hf_infcl.step.extensions": (*TRAINER[:2], *MODELS, *inside("kernels", "data", "optim")),
     "hf_infcl.step.window": (*TRAINER[:2], *MODELS, *DISTRIBUTED, *inside("kernels", "data", "optim")),
-    "hf_infcl.step.embedders": (*HUGGING_FACE, *inside("kernels", "data", "models", "options")),
-    "hf_infcl.step.own_loop": (*HUGGING_FACE, *inside("kernels", "loss", "data", "models", "options")),
+    "hf_infcl.step.own_loop": (*HUGGING_FACE, *inside("kernels", "data", "models", "options")),
     "hf_infcl.step.wrappers": (*HUGGING_FACE, *inside("kernels", "loss", "data", "models", "options")),
     "hf_infcl.step.grad_cache": (
         *HUGGING_FACE,
@@ -211,8 +210,8 @@ def test_no_import_comes_back_to_itself():
 
 # Lines of code, without comments and docstrings, that a package has at most.
 BUDGETS = {
-    **{"files": 167, "processes": 556, "kernels": 1628, "evaluation": 455, "refusals": 40},
-    **{"loss": 1177, "shards": 898, "models": 1974, "optim": 334, "options": 696, "data": 2483, "step": 2026},
+    **{"files": 167, "processes": 550, "kernels": 1628, "evaluation": 455, "refusals": 40},
+    **{"loss": 1177, "shards": 898, "models": 1974, "optim": 334, "options": 696, "data": 2483, "step": 2401},
     **{"quality": 964, "trainer": 2177, "card": 872, "cli": 2279},
 }
 

@@ -10,7 +10,7 @@ from helpers.processes import on_ranks
 from helpers.trainers import StopAt, parameters, trained, trainer_for
 from transformers import TrainerCallback
 
-from hf_infcl.step.window import WindowLoss
+from hf_infcl.step import step
 
 # The second of three windows is bad. Rows are not shuffled.
 OPTIONS = {"max_steps": 3, "learning_rate": 1e-2, "train_sampling_strategy": "sequential"}
@@ -90,12 +90,12 @@ def test_the_rows_whose_gradient_is_not_finite_are_named(tmp_path, monkeypatch):
             gradient[6] = math.inf
             return gradient
 
-    plain = WindowLoss.of
+    plain = step.loss_of_window
 
-    def spoilt(loss: Any, window: Any, features: Any, *others: Any) -> torch.Tensor:
-        return plain(loss, window, (features[0], Spoil.apply(features[1])), *others)
+    def spoilt(context: Any, window: Any, features: Any, *others: Any) -> torch.Tensor:
+        return plain(context, window, (features[0], Spoil.apply(features[1])), *others)
 
-    monkeypatch.setattr(WindowLoss, "of", spoilt)
+    monkeypatch.setattr(step, "loss_of_window", spoilt)
     with pytest.raises(ValueError, match=r"rank 0: text embeddings of micro-batch 1, row 2 \(6 of the training set\)"):
         trainer.train()
 

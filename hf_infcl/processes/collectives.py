@@ -43,7 +43,7 @@ class Processes:
         rank: the rank of this process within the group.
         world_size: the number of processes.
         grouped: whether there is a process group, be it of one process.
-        device: the device on which the group exchanges small tensors that come from the host.
+        device: the device on which several processes exchange small tensors that come from the host.
 
     Raises:
         ValueError: this process is not a member of the group.
@@ -63,7 +63,7 @@ class Processes:
         self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         if self.rank < 0:
             raise ValueError("This process is not a member of process_group. Call the loss on its members only.")
-        if dist.get_backend(process_group) == dist.Backend.NCCL:
+        if self.world_size > 1 and dist.get_backend(process_group) == dist.Backend.NCCL:
             self.device = torch.device("cuda", torch.cuda.current_device())
 
     def perform(self, collective: Collective) -> None:
@@ -172,13 +172,10 @@ class Processes:
         assert len(numbers) <= MOST_NUMBERS
         unused = [0.0] * (MOST_NUMBERS - len(numbers))
         row = torch.tensor([bool(failure), *numbers, *unused], dtype=torch.float64)
-        if self.world_size == 1:  # a group of one has a device, too, which need not be asked
-            rows = [row.tolist()]
-        else:
-            # Numbers from the host do not wait for kernels that are still queued, with which the device goes on.
-            # Collectives of a group run in the order of their calls, even on different streams.
-            with _side_stream(self.device) if self.device.type == "cuda" else nullcontext():
-                rows = self.gather(row.to(self.device)).tolist()
+        # Numbers from the host do not wait for kernels that are still queued, with which the device goes on.
+        # Collectives of a group run in the order of their calls, even on different streams.
+        with _side_stream(self.device) if self.device.type == "cuda" else nullcontext():
+            rows = self.gather_all(row.to(self.device))[0].tolist()
         if any(failed for failed, *_ in rows):
             reasons = [f"  rank {rank}: {text}" for rank, text in enumerate(self.gather_objects(failure)) if text]
             raise OtherRankFailedError("All ranks stop because of an error:\n" + "\n".join(reasons))

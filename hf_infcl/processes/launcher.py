@@ -40,4 +40,4 @@ def is_launched() -> bool:
 
 def has_gone() -> bool:
     """Whether this process was launched, and its launcher has ended since the package was imported."""
-    return is_launched() and os.getppid() != _parent
+    return os.getppid() != _parent and is_launched()

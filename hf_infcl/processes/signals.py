@@ -72,8 +72,7 @@ class Phases:
         self._left = threading.Event()
         self.logged: set[str] = set()
         self._reachable = processes.world_size > 1  # whether the store answers
-        self._store: Any = None
-        if processes.world_size > 1:
+        if self._reachable:
             self._store = dist.PrefixStore("infcl", dist.distributed_c10d._get_default_store())
 
     def __enter__(self) -> Phases:
@@ -168,7 +167,8 @@ class Phases:
 
     def _watch(self, processes: dict[int, psutil.Process]) -> None:
         """Reports processes that are lost or hang, and ends this process if it does not notice by itself."""
-        hangs, logged = False, math.nan  # the latter: the last progress for which the places were logged
+        key, hangs = f"place/{self._rank}", False  # where the store has the place of this process while it hangs
+        logged = math.nan  # the last progress for which the places were logged
         try:
             while not self._left.wait(POLL):
                 ended = [rank for rank, process in processes.items() if has_ended(process)]
@@ -182,7 +182,10 @@ class Phases:
                 idle = time.monotonic() - self._progressed
                 if hangs != (idle > SHARE_PLACE_AFTER * self._timeout):
                     hangs = not hangs
-                    self._share_place(hangs)
+                    if hangs:
+                        self._store.set(key, f"in {self._phase(self._rank)}, {current_place()}")
+                    else:  # it continues
+                        self._store.delete_key(key)
                 if idle > LOG_PLACES_AFTER * self._timeout and logged != self._progressed:
                     logged = self._progressed
                     self._log_places(idle)
@@ -198,14 +201,6 @@ class Phases:
                 place, since = now, time.monotonic()
             elif time.monotonic() - since > GRACE:
                 os._exit(1)
-
-    def _share_place(self, hangs: bool) -> None:
-        """Writes this process's place in the program into the store if it hangs, and removes it when it continues."""
-        key = f"place/{self._rank}"
-        if hangs:
-            self._store.set(key, f"in {self._phase(self._rank)}, {current_place()}")
-        else:
-            self._store.delete_key(key)
 
     def _log_places(self, seconds: float) -> None:
         """Logs the places of all processes that hang; the others do not answer."""

@@ -59,6 +59,7 @@ class NumberChecks:
         self._has_warned_of_zero = False
         # ---- Of the current window ----
         self.skipping, self._loss = False, math.nan
+        self.undo: Callable[[], object] = lambda: None  # see `undoing`
         # For images and texts, whether the embedding of each row is finite, [rows of the window] bool.
         self.finite_rows: Sequence[Tensor] = ()
 
@@ -67,8 +68,8 @@ class NumberChecks:
         return {"skipped_windows": self.skipped, "skipped_in_a_row": self._in_a_row, "last_loss": self.last_loss}
 
     def begin_window(self, model: Wrapper) -> None:
-        """Begins a window, before its first forward."""
-        self.skipping, self._undo = False, undoing(model, self._of_terms)
+        """Begins a window, before anything of its step."""
+        self.skipping, self.undo = False, undoing(model, self._of_terms)
         self._parameters = [*model.parameters(), *self._of_terms]  # that are trained
         # For each micro-batch, whether this process's gradient is finite after its backward.
         self._finite_gradients: list[Tensor] = []
@@ -155,7 +156,7 @@ class NumberChecks:
         Raises:
             ValueError: no more windows may be skipped.
         """
-        self._undo()
+        self.undo()
         if self._in_a_row >= self._most:
             before = f" Steps skipped just before it: {self._in_a_row}." if self._in_a_row else ""
             raise ValueError(

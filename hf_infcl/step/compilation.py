@@ -27,7 +27,7 @@ from ..processes.collectives import Processes
 from .grad_cache import undone
 from .terms import Context
 from .window import Window
-from .wrappers import is_compiled
+from .wrappers import Wrapper
 
 LAYERS, MODEL, NOTHING = "layers", "model", "nothing"  # what is compiled
 ENOUGH = 300.0  # seconds that the layers of a training take, some twenty times what their compilation takes
@@ -52,15 +52,15 @@ class LayerCompilation:
     Args:
         record: of the checkpoint that the training resumes from, which does what it did before.
         steps: of the whole training.
-        model: its model as the training loop calls it, which may be compiled already, or a part of it.
+        wrapper: of its model, which may be compiled already, or a part of it.
 
     Attributes:
         decided: what is compiled, `LAYERS`, `MODEL` or `NOTHING`; None before the first step.
     """
 
-    def __init__(self, context: Context, record: RunRecord | None, model: nn.Module, steps: int) -> None:
+    def __init__(self, context: Context, record: RunRecord | None, wrapper: Wrapper, steps: int) -> None:
         self._context, self._before, self._steps = context, record and record.compiled, steps
-        self.decided = MODEL if is_compiled(model) else None
+        self.decided = MODEL if wrapper.is_compiled else None
         self._functions: dict[nn.Module, Callable[..., Any]] = {}  # by the layers that call them
 
     @contextmanager

@@ -22,6 +22,7 @@ from ..refusals import refuse_second_derivative
 # Share of the memory that stays free, for texts of other lengths that do not fit into the gaps that earlier ones have
 # left. Where it is not enough, the step is repeated with fewer graphs, or with smaller micro-batches.
 MARGIN = 0.05
+_CPU = torch.device("cpu")
 Features = tuple[Tensor, ...]
 MicroBatchT = TypeVar("MicroBatchT")
 _NO_SECOND_DERIVATIVE = (
@@ -34,33 +35,26 @@ _NO_SECOND_DERIVATIVE = (
 
 
 @contextmanager
-def random_state_kept(device: torch.device) -> Iterator[None]:
-    """A context after which the generators of Python, NumPy, torch's CPU and ``device`` continue as before it."""
+def random_state_kept(device: torch.device, seed: int | None = None) -> Iterator[None]:
+    """A context after which the generators of Python, NumPy, torch's CPU and ``device`` continue as before it.
+
+    With a ``seed`` they start from it. Other GPUs than this one are left with the seed.
+    """
     # Without a device any type that torch knows will do, because None is allowed only since torch 2.13.
     devices, kind = ((), "cuda") if device.type == "cpu" else ((device.index or 0,), device.type)
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the generator that other code draws from
     with torch.random.fork_rng(devices=devices, device_type=kind):
         try:
+            if seed is not None:
+                # torch's own function is slower: it queues the seed, with the stack, for accelerators not used yet.
+                seed_torch = torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed
+                seed_torch(seed)
+                random.seed(seed)
+                np.random.seed(seed % 2**32)  # noqa: NPY002  # it takes 32 bits
             yield
         finally:
             random.setstate(python)
             np.random.set_state(numpy)  # noqa: NPY002
-
-
-@contextmanager
-def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """A context in which the generators start from ``seed``, and after which they continue as before it.
-
-    These are those of Python, NumPy, torch's CPU and ``device``. Other GPUs than this one are left with the seed.
-    """
-    device = torch.device("cpu") if device is None else device
-    # torch's own function is slower: it queues the seed, with the formatted stack, for accelerators not used yet.
-    seed_torch = torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed
-    with random_state_kept(device):
-        seed_torch(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002  # it takes 32 bits
-        yield
 
 
 def undoing(model: Any, others: Iterable[Tensor] = ()) -> Callable[[], None]:
@@ -254,7 +248,7 @@ class CachedWindow(Generic[MicroBatchT]):
         encode: Callable[[MicroBatchT], Features],
         micro_batches: Sequence[MicroBatchT],
         *,
-        device: torch.device | None = None,
+        device: torch.device = _CPU,
         retain: int = 1,
         keep_grad_mode: bool = False,
         alike: bool = False,
@@ -368,5 +362,5 @@ class CachedWindow(Generic[MicroBatchT]):
     def _forward(self, index: int) -> Features:
         micro_batch = self._micro_batches[index]
         assert micro_batch is not None
-        with seeded(self._seeds[index], self._device):
+        with random_state_kept(self._device, self._seeds[index]):
             return self._encode(micro_batch)

@@ -31,7 +31,7 @@ from ..processes.collectives import OtherRankFailedError, Processes, alone, anno
 from ..processes.signals import Phases
 from .compilation import may_compile
 from .extensions import LossTerm, StepChange, term_parameters
-from .grad_cache import MARGIN, left_over, random_state_kept, undoing, undone
+from .grad_cache import MARGIN, left_over, random_state_kept, undone
 from .step import WindowStep
 from .terms import Context
 from .window import Window, repeated, widened
@@ -386,8 +386,6 @@ def run_repeating(step: WindowStep, model: nn.Module, window: Window, number: in
     args = step.context.args
     while True:
         largest = max(window.sizes[0])
-        # As before the step, if it is repeated.
-        undo = undoing(step.wrapper, step.term_parameters) if window.loaded else None
         try:
             with step.compilation.active(window):
                 loss = step.run(model, window, number)
@@ -403,8 +401,7 @@ def run_repeating(step: WindowStep, model: nn.Module, window: Window, number: in
                     _advise(step.context, number, window)
                 raise
         # ---- The errors, which hold memory, are gone ----
-        assert undo is not None
-        undo()
+        step.checks.undo()
         if (graphs := step.graphs.kept) > 1:
             step.graphs.keep_fewer()
             if args.retain_graphs != "auto":  # which is measured anew where graphs take another amount of memory

@@ -41,8 +41,8 @@ from .extensions import (
     value_of_term,
 )
 from .grad_cache import CachedWindow, Features, Fetcher, GraphBudget, undone
-from .terms import Context, DroppedPatches, KeptFeatures, PositiveCosines, TowerNorms
-from .window import MicroBatch, Window, WindowLoss, contents
+from .terms import Context, DroppedPatches, KeptFeatures, PositiveCosines, TowerNorms, loss_of_window
+from .window import MicroBatch, Window, contents
 from .wrappers import DDP, make_wrapper
 
 logger = logging.get_logger(__name__)
@@ -83,22 +83,13 @@ class WindowStep:
         # remembers what it has seen, nor, among several processes, within the loss and the backward of the last
         # micro-batch, where other processes wait for what this one sends.
         self.may_repeat = self.repeats
-        self.compilation = LayerCompilation(context, record, model, steps)
+        self.wrapper = make_wrapper(model)
+        self.compilation = LayerCompilation(context, record, self.wrapper, steps)
         self.graphs = GraphBudget(args.retain_graphs, args.device)
         self._fetcher = Fetcher(args.device) if args.offload_inputs else None
         self.term_parameters = term_parameters(self.extensions)  # what trains beside the model
         self.checks = NumberChecks(context, record, self.term_parameters, rows_of_dataset)
         self.context, self._phases = context, phases
-        self._loss = WindowLoss(
-            args.process_index,
-            context.equal_ids,
-            in_bf16=context.accelerator.mixed_precision == "bf16",  # accelerate returns fp32 from an autocast forward
-            objective=context.objective,
-            strategy=args.strategy,
-            backend=args.backend,
-            prefixes=args.matryoshka_dims or (),
-        )
-        self.wrapper = make_wrapper(model)
         self._resumes = record is not None and isinstance(self.wrapper, DDP) and args.world_size > 2
         if isinstance(self.wrapper, DDP) and args.ddp_broadcast_buffers is None:
             # Buffers that never change need no exchange, and a process that fails before it would block the others.
@@ -122,6 +113,7 @@ class WindowStep:
         # Whether all processes repeat the step if memory runs out on one of them.
         self._together = together = self.repeats and bool(window.loaded) and args.world_size > 1
         self.may_repeat = self.repeats
+        checks.begin_window(wrapper)
         wrapper.train()  # once, as the mode must be the same in both passes
         encoder.eval_frozen_parts()
         with self._announced(repeats=together):
@@ -130,11 +122,9 @@ class WindowStep:
         wrapper.begin_window()
         if self.windows == 0 and self._resumes:
             self._order_buckets(model, window)
-        checks.begin_window(wrapper)
         # ---- First pass: the features of all micro-batches ----
         self._phases.enter("the first pass", step)
-        micro_batches, self._forwards = [MicroBatch(batch) for batch in window.batches], 0
-        arriving: Iterator[dict[str, Any]] | None = None
+        micro_batches, self._forwards = [MicroBatch() for _ in window.batches], 0
         passes = CachedWindow(
             lambda micro_batch: self._encode(model, micro_batch, arriving),
             micro_batches,
@@ -144,8 +134,8 @@ class WindowStep:
             alike=True,
             buffers=wrapper.buffers(),
         )
-        if self._fetcher is not None:  # the inputs arrive in the order in which both passes encode them
-            arriving = self._fetcher.fetch(window.batches[index] for index in passes.order)
+        loaded = (window.batches[index] for index in passes.order)  # as both passes encode them
+        arriving = loaded if self._fetcher is None else self._fetcher.fetch(loaded)
         with wrapper.gradient_sync(count == 1):
             # The other processes learn of an error here when they exchange the inputs of the loss.
             with self._announced(repeats=together), record_function("infcl: first pass"):
@@ -236,7 +226,7 @@ class WindowStep:
         """
         self._forwards, parameters = 0, self.context.encoder.temperature_parameters
         with undone(self.wrapper, self.context.args.device), self.wrapper.gradient_sync(True):
-            features = self._encode(model, MicroBatch(dict(window.batches[-1])), None)
+            features = self._encode(model, MicroBatch(), iter([dict(window.batches[-1])]))
             total = torch.stack([one.float().sum() for one in (*features, *parameters)]).sum()
             if total.requires_grad:
                 self.context.accelerator.backward(total)
@@ -264,7 +254,7 @@ class WindowStep:
         """Announces errors, except under FSDP, where the other processes may be waiting within the same forward."""
         return failures_announced(repeats=repeats) if self.repeats else nullcontext()
 
-    def _encode(self, model: nn.Module, micro_batch: MicroBatch, arriving: Iterator[dict[str, Any]] | None) -> Features:
+    def _encode(self, model: nn.Module, micro_batch: MicroBatch, arriving: Iterator[dict[str, Any]]) -> Features:
         """Image and text embeddings of a micro-batch, [images, D] and [texts, D], normalised; in both passes.
 
         The first time, it also computes what the terms compare them with.
@@ -273,7 +263,7 @@ class WindowStep:
         self._forwards += 1
         if self._forwards == 2:
             self._collect_after_compiling()
-        loaded = micro_batch.inputs if arriving is None else next(arriving)
+        loaded = next(arriving)
         before, inputs = contents(loaded), self.context.prepare_inputs(loaded)
         for change in self._changes:
             inputs = change.inputs(inputs)
@@ -331,7 +321,7 @@ class WindowStep:
                 of_micro_batches = [(m.references or [])[number] for m in micro_batches]
                 values.append(value_of_term(term, in_order if term.in_order else features, of_micro_batches))
         self.may_repeat = self.repeats and self.context.args.world_size == 1
-        loss = self._loss.of(window, in_order, *temperature)
+        loss = loss_of_window(self.context, window, in_order, *temperature)
         if (weight := self.context.args.contrastive_weight) != 1:
             loss = loss.detach() + weight * (loss - loss.detach())
         for term, value in zip(self._terms, values, strict=True):

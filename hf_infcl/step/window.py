@@ -1,15 +1,13 @@
-"""One window: the micro-batches of one optimizer step on this process, their texts, and the loss of their features."""
+"""One window: the micro-batches of one optimizer step on this process, and their texts."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..loss import contrastive_loss
 from ..models.dual_encoder import NO_MASK, NO_TEXTS, TEXT_INPUTS, images_of
 from .grad_cache import Features
 
@@ -84,7 +82,7 @@ def deal_texts(
 
 def widened(tokens: Tensor, length: int, value: int) -> Tensor:
     """Tokens [n, L] padded with a value at their end, [n, length]."""
-    return torch.nn.functional.pad(tokens, (0, length - tokens.shape[1]), value=value)
+    return nn.functional.pad(tokens, (0, length - tokens.shape[1]), value=value)
 
 
 # ---- The window ----
@@ -128,9 +126,8 @@ class GradientNorms:
 
 @dataclass
 class MicroBatch:
-    """A batch of the data loader; the outputs of its frozen towers, and for each term what it is compared with."""
+    """Of a batch of the data loader: the outputs of its frozen towers, and for each term what it is compared with."""
 
-    inputs: dict[str, Any]
     frozen_outputs: dict[str, Any] = field(default_factory=dict)
     references: list[Features] | None = None  # until the first pass
 
@@ -221,81 +218,6 @@ class Window:
             parts.append(torch.where(part < 0, part, part + images))
             images += count
         return torch.cat(parts)
-
-
-# ---- Its loss ----
-
-
-@dataclass(frozen=True)
-class WindowLoss:
-    """The contrastive loss of the global batch as a function of this process's features."""
-
-    rank: int
-    equal_ids: str  # "exclude" or "positive", as in `InfCLTrainingArguments`
-    # Whether the loss multiplies in bf16. It must not multiply in fp16: divided by the global batch, gradients of
-    # features would underflow where no loss scale helps.
-    in_bf16: bool
-    objective: str  # this and the next two as for `hf_infcl.contrastive_loss`
-    strategy: str = "ring"
-    backend: str = "auto"
-    # The loss is the mean of those of the first so many dimensions, normalised, and of all dimensions (Matryoshka,
-    # arXiv 2205.13147).
-    prefixes: Sequence[int] = ()
-
-    def of(self, window: Window, features: Features, logit_scale: Tensor, logit_bias: Tensor | None) -> Tensor:
-        """The loss of the selected pairs of all windows, the same on every process; collective.
-
-        Args:
-            features: image and text embeddings of the window, [images, D] and [texts, D].
-            logit_scale, logit_bias: as for `hf_infcl.contrastive_loss`.
-        """
-        if self.prefixes:
-            cut = [tuple(first_dimensions(f, width) for f in features) for width in self.prefixes]
-            whole = replace(self, prefixes=())
-            return torch.stack([whole.of(window, one, logit_scale, logit_bias) for one in (*cut, features)]).mean()
-        images, texts = (feature.bfloat16() if self.in_bf16 else feature for feature in features)
-        caption_image, ids, device, chosen = window.caption_image(), window.pair_ids(), texts.device, window.selected
-        if ids is None and self.equal_ids == "positive":  # all of them, also of pairs that are left out
-            ids = torch.arange(len(images)) + self.rank * len(images)
-        # ---- The selected images, with their captions and all negative ones ----
-        if chosen is not None:
-            places = chosen.nonzero().flatten()
-            of_texts = places
-            if caption_image is not None:
-                of_texts = (chosen[caption_image] | (caption_image < 0)).nonzero().flatten()
-                caption_image = caption_image[of_texts]
-                caption_image = torch.where(caption_image < 0, -1, (chosen.cumsum(0) - 1)[caption_image])
-            ids = None if ids is None else ids[on_device(places, ids.device)]
-            images, texts = images[on_device(places, device)], texts[on_device(of_texts, device)]
-        # ---- Captions in the order of their images, negative ones apart ----
-        negatives = texts[:0]  # also if this process has none, because another process may have some
-        if caption_image is not None:
-            order = caption_image.argsort(stable=True)  # negative captions first
-            count = int((caption_image < 0).sum())
-            negatives, texts = texts[on_device(order, device)].tensor_split([count])
-            caption_image = caption_image[order[count:]]
-        ids = None if ids is None else on_device(ids, device)
-        of_pairs: dict[str, Any] = {"pair_ids": ids}
-        if self.equal_ids == "positive":
-            assert ids is not None
-            of_texts = ids if caption_image is None else ids[on_device(caption_image, device)]
-            of_pairs = {"image_ids": ids, "text_ids": of_texts}
-        return contrastive_loss(
-            images,
-            texts,
-            logit_scale,
-            logit_bias,
-            negative_texts=negatives,
-            objective=self.objective,
-            strategy=self.strategy,
-            backend=self.backend,
-            **of_pairs,
-        )
-
-
-def first_dimensions(features: Tensor, width: int) -> Tensor:
-    """The first dimensions of features [rows, D], normalised: [rows, width] in their dtype."""
-    return F.normalize(features[:, :width].float(), dim=-1).to(features.dtype)
 
 
 # ---- Batches with some of the images of another one ----

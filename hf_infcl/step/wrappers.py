@@ -15,11 +15,6 @@ def without_compiler(model: nn.Module) -> Any:
     return getattr(model, "_orig_mod", model)
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Whether `torch.compile` compiles the model or a part of it."""
-    return without_compiler(model) is not model or any(module._compiled_call_impl for module in model.modules())
-
-
 class Wrapper:
     """A model, as the training loop calls it, without a wrapper. Subclasses for wrappers override what they need."""
 
@@ -27,6 +22,8 @@ class Wrapper:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = without_compiler(model)
+        # Whether `torch.compile` compiles the model or a part of it.
+        self.is_compiled = self.model is not model or any(one._compiled_call_impl for one in model.modules())
         self.unwrapped = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
 
     # ---- Torch goes through all modules for each of these, which takes the host a millisecond ----
@@ -74,20 +71,27 @@ class Wrapper:
 
 
 class DDP(Wrapper):
-    """A model in `torch.nn.parallel.DistributedDataParallel`."""
+    """A model in `torch.nn.parallel.DistributedDataParallel`.
 
-    synchronises = True
+    If it is created in a `no_sync`, as in an accumulation, it exchanges nothing, also in a backward after that context.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.synchronises = self.model.require_backward_grad_sync
 
     def begin_window(self) -> None:
+        if not self.synchronises:
+            return
         # DDP would run both of these collectives in the next forward. A process that fails before that forward would
         # leave the others waiting there. The first one only has an effect once, after the first backward. The second
-        # one must come before the state of the buffers is saved.
+        # one must come before `CachedWindow` saves the state of the buffers.
         self.model.reducer._rebuild_buckets()
         if self.model.will_sync_module_buffers():
             self.model._sync_buffers()
 
     def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if last else self.model.no_sync()
+        return contextlib.nullcontext() if last and self.synchronises else self.model.no_sync()
 
     def check_gradients(self) -> None:
         if self.model.find_unused_parameters or self.model.static_graph:
