@@ -2,8 +2,6 @@
 
 It also draws the most suspicious pairs, to be looked at."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import sys
@@ -11,21 +9,18 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image, ImageDraw, ImageFont
 
+from ..data import ImageTextDataset, ImageTextStream
 from ..files.text import counted, describe_cause
 from ..files.whole import written_whole
 from ..processes.collectives import Processes
 from .selection import LEAST_BELOW
-
-if TYPE_CHECKING:
-    from ..data import ImageTextDataset, ImageTextStream
-
 
 # A push leaves out what begins with an underscore: ledger and sheet show captions and images of the training.
 LEDGER_FILE, SHEET_FILE = "_ledger.parquet", "_ledger.png"
