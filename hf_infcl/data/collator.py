@@ -24,8 +24,6 @@ from .images import to_rgb
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, ProcessorMixin
 
-# transformers sets the model_max_length of a tokenizer without a limit to 1e30.
-_NO_LIMIT = 10**6
 # Tokenizing a megabyte takes seconds, although only max_length tokens are used. A token has about 4 characters of text.
 _CHARACTERS_PER_TOKEN = 64
 
@@ -75,7 +73,7 @@ class ContrastiveCollator:
         self.processor = processor
         if max_length is None:
             max_length = processor.tokenizer.model_max_length
-            if max_length > _NO_LIMIT:
+            if max_length > 10**6:  # transformers sets that of a tokenizer without a limit to 1e30
                 raise ValueError(
                     f"The tokenizer, a {type(processor.tokenizer).__name__}, states no model_max_length. "
                     "Pass max_length, at most the text model's max_position_embeddings."
@@ -239,7 +237,8 @@ class ContrastiveCollator:
                     f"Each item needs a list of captions, but the first has {items[0]['caption']!r}. ImageTextDataset("
                     "dataset) and ImageTextStream return such lists; let a Dataset or stream of your own do so."
                 )
-            captions, negatives = texts_of(items)
+            captions = [caption for item in items for caption in item["caption"]]
+            negatives = [caption for item in items for caption in item.get("negative_captions", ())]
             batch |= self.tokenize(captions + negatives)
             counts = torch.tensor([len(item["caption"]) for item in items])
             if negatives or (counts != 1).any():
@@ -298,12 +297,6 @@ class ContrastiveCollator:
         return {name: torch.from_numpy(np.array(rows)) for name, rows in tokens.items()}
 
 
-def texts_of(items: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
-    """The captions of items, and their negative captions, which follow all captions in a batch."""
-    captions = [caption for item in items for caption in item["caption"]]
-    return captions, [caption for item in items for caption in item.get("negative_captions", ())]
-
-
 def _check_kinds(items: Sequence[Mapping[str, object]]) -> None:
     """Raises a ValueError if only some of the items have a key that all items of a batch have, or none."""
     for key in ("caption", "pair_id", "skipped", "label", "image_features", "at_start"):
@@ -347,9 +340,6 @@ _MODES = {2: "bilinear", 3: "bicubic"}
 
 # The most that a long side is, in short sides, before the middle is cropped.
 _LONGEST = 64
-
-# The module of transformers whose classes resize, crop and normalise, and from which image processors inherit.
-_BACKENDS = "transformers.image_processing_backends"
 
 
 Sides = int | tuple[int, int]  # of the shorter side, which keeps the aspect ratio; or height and width
@@ -451,7 +441,8 @@ def set_image_size(processor: Any, side: int) -> None:
 
 def _inherits_its_methods(kind: type) -> bool:
     """Whether an image processor's class takes all methods but the constructor from one of transformers' backends."""
-    backend = next((parent for parent in kind.__mro__ if parent.__module__ == _BACKENDS), None)
+    of_backends = "transformers.image_processing_backends"  # of classes that resize, crop and normalise
+    backend = next((parent for parent in kind.__mro__ if parent.__module__ == of_backends), None)
     if backend is None:
         return False
     between = kind.__mro__[: kind.__mro__.index(backend)]

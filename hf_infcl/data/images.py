@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow.compute as pc
 import torch
 from PIL import ExifTags, Image
 
@@ -56,13 +57,6 @@ class BadSampleError(ValueError):
     def __init__(self, message: str, cause: str = "") -> None:
         super().__init__(message)
         self.cause = cause
-
-
-class EncodedImage(TypedDict):
-    """An undecoded value of `datasets.Image`: the contents of a file, or else its path."""
-
-    bytes: bytes | None
-    path: str | None
 
 
 class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
@@ -132,22 +126,19 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def file_sizes(self, step: int = 1) -> Iterator[tuple[int, int]]:
         """(row, bytes of its image file) of every ``step``-th row, if the file is local; none is read."""
-        import pyarrow.compute
-
-        sizes, paths = self.computed("bytes", pyarrow.compute.binary_length), self.computed("path")
+        sizes, paths = self.computed("bytes", pc.binary_length), self.computed("path")
         for row in range(0, len(self), step):
             size, path = sizes[row].as_py(), paths[row].as_py()
-            if size is None and path is not None:
-                is_file = os.path.isfile(path)
-                size = member_size(path) if is_member(path) else os.path.getsize(path) if is_file else None
+            if size is None and path is not None and is_member(path):
+                size = member_size(path)
+            elif size is None and path is not None and os.path.isfile(path):
+                size = os.path.getsize(path)
             if size is not None:
                 yield row, size
 
     def computed(self, name: str, compute: Callable[[Any], Any] = lambda values: values) -> Any:
         """The result of ``compute`` for the ``"bytes"`` or the ``"path"`` of all images, [rows]; copies no image."""
-        import pyarrow.compute
-
-        values = compute(pyarrow.compute.struct_field(self.table.data.column(self.image_column), name))
+        values = compute(pc.struct_field(self.table.data.column(self.image_column), name))
         selected = self.table._indices  # of the results, since to take these from the images would copy them
         return values if selected is None else values.take(selected.column(0))
 
@@ -156,10 +147,8 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
         A missing file has neither; an error names it when its row is read.
         """
-        import pyarrow.compute
-
         digest = hashlib.sha256(f"{self.table._fingerprint} {self.image_column} {self._min_side}".encode())
-        paths = self.computed("path").filter(self.computed("bytes", pyarrow.compute.is_null)).drop_null()
+        paths = self.computed("path").filter(self.computed("bytes", pc.is_null)).drop_null()
         for path in (value.as_py() for value in paths):
             if "://" not in path:
                 found = Path(path).stat() if os.path.exists(path) else None
@@ -195,11 +184,11 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
             cause = f"{type(error).__name__}: {reason or without_secrets(str(error))}"
             if isinstance(error, FileNotFoundError):
                 cause += written_otherwise(path, os.path.exists)
-            if isinstance(error, FileNotFoundError) and not os.path.isabs(path) and "://" not in path:
-                cause += (
-                    f" in the working folder {os.getcwd()}. For paths that are relative to the folder of their table, "
-                    f"call load_pairs with image_column={self.image_column!r}"
-                )
+                if not os.path.isabs(path) and "://" not in path:
+                    cause += (
+                        f" in the working folder {os.getcwd()}. For paths that are relative to the folder of their "
+                        f"table, call load_pairs with image_column={self.image_column!r}"
+                    )
             of_file = f"{Url(member_file(path)[:400])!r}: " if path else ""
             raise self._bad_sample(row, f"column {self.image_column!r}: {of_file}{cause}") from error
 
@@ -360,10 +349,11 @@ def find_error(value: Mapping[str, Any]) -> str | None:
     return next((error["error"] for error in errors if error["column"] is None or error["column"] in value), None)
 
 
-def read_encoded(value: EncodedImage) -> bytes:
-    """The contents of the file of an undecoded value of `datasets.Image`."""
-    if value["bytes"] is not None:
-        return value["bytes"]
+def read_encoded(value: Mapping[str, Any]) -> bytes:
+    """The contents of the file of an undecoded value of `datasets.Image`, which has its ``bytes`` or its ``path``."""
+    contents: bytes | None = value["bytes"]
+    if contents is not None:
+        return contents
     if (path := value["path"]) is None:
         raise ValueError("it has neither contents nor a path")
     if is_member(path):
@@ -382,7 +372,6 @@ def read_encoded(value: EncodedImage) -> bytes:
 
 IMAGES = ("image", "img", "filepath", "file_path", "image_path", "path", "jpg", "jpeg", "png", "webp")
 CAPTIONS = ("caption", "captions", "text", "txt", "title", "sentence", "sentences")
-LABELS = ("cls",)  # as tar shards name it
 
 
 def find_column(kind: str, features: datasets.Features, wanted: str = "") -> str:
@@ -399,7 +388,7 @@ def find_column(kind: str, features: datasets.Features, wanted: str = "") -> str
     type_of_kind, usual, fits = {
         "image": (datasets.Image, IMAGES, holds_images),
         "caption": ((), CAPTIONS, holds_captions),
-        "label": (datasets.ClassLabel, LABELS, lambda feature: True),
+        "label": (datasets.ClassLabel, ("cls",), lambda feature: True),  # as tar shards name it
     }[kind]
     found = [name for name, feature in features.items() if isinstance(feature, type_of_kind)]
     found = found or [name for name in usual if name in features and fits(features[name])]

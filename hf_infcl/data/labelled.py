@@ -180,12 +180,11 @@ def read_lines(values: Sequence[str]) -> list[str]:
     Raises:
         ValueError: the value looks like a text file, and there is none.
     """
-    if len(values) != 1 or not Path(values[0]).is_file():
-        if len(values) == 1 and values[0].endswith(".txt"):
-            raise ValueError(f"There is no file {values[0]!r} in the working folder {Path.cwd()}.")
-        return list(values)
-    lines = [line.strip() for line in Path(values[0]).read_text(encoding="utf-8").splitlines()]
-    return [line for line in lines if line]
+    if len(values) == 1 and Path(values[0]).is_file():
+        return [*filter(None, map(str.strip, Path(values[0]).read_text(encoding="utf-8").splitlines()))]
+    if len(values) == 1 and values[0].endswith(".txt"):
+        raise ValueError(f"There is no file {values[0]!r} in the working folder {Path.cwd()}.")
+    return list(values)
 
 
 def names_by_label(names: Sequence[str], known: Sequence[str]) -> list[str]:

@@ -167,12 +167,11 @@ class TrainingLoader(DataLoader[Any]):
         Returns:
             Arguments of ``Trainer._run_epoch`` that differ from those of the first epoch.
         """
-        # The epoch before may have been ended early.
-        position = max(self.batches.position, 0 if self.epochs is None else self.epochs.begin(epoch))
-        if self.batches.begin_at(position, skipped):
-            self.close()
         if self.epochs is None:
             return {}
+        # The epoch before may have been ended early.
+        if self.batches.begin_at(max(self.batches.position, self.epochs.begin(epoch)), skipped):
+            self.close()
         windows, accumulated = self.epochs.windows(epoch), self._args.gradient_accumulation_steps
         return {"num_update_steps_per_epoch": windows, "steps_in_epoch": windows * accumulated}
 

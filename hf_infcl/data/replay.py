@@ -190,11 +190,6 @@ class Replayed(IterableDataset[Any]):
         self.check()
 
     @property
-    def parts(self) -> dict[str, Any]:
-        """The new pairs and the old ones by what messages call them."""
-        return dict(zip(("training set", "replayed set"), self.datasets, strict=True))
-
-    @property
     def old(self) -> int:
         """The old pairs of a global batch."""
         share = self._args.replay_share

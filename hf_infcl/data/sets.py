@@ -44,6 +44,11 @@ DEFAULTS: Mapping[str, Any] = {
     "label_column": "label",
     "templates": ["a photo of a {}."],
 }
+# Of the facts that are no texts: what a message calls the value, how it is written, and how it is read.
+_KINDS: Mapping[str, tuple[str, str, Callable[[str], Any]]] = {
+    "weight": ("a number", r"\d*\.?\d+([eE][-+]?\d+)?", float),
+    "streaming": ("true or false", r"(?i:true|false)", lambda text: text.lower() == "true"),
+}
 
 
 @dataclass(frozen=True)
@@ -210,12 +215,7 @@ def _fact(place: str, name: str, value: object) -> Any:
         value = value if isinstance(value, list) else [value]
         if all(isinstance(one, str) and one for one in value):
             return value
-    elif (text := str(value)) and not isinstance(value, (list, Mapping)):
-        if name == "weight" and re.fullmatch(r"\d*\.?\d+([eE][-+]?\d+)?", text):
-            return float(text)
-        if name == "streaming" and text.lower() in ("true", "false"):
-            return text.lower() == "true"
-        if name not in ("weight", "streaming"):
-            return text
-    kind = {"weight": "a number", "streaming": "true or false"}.get(name, "a text")
+    kind, pattern, read = _KINDS.get(name, ("a text", r"(?s:.+)", str))
+    if not isinstance(value, (list, Mapping)) and re.fullmatch(pattern, str(value)):
+        return read(str(value))
     raise ValueError(f"{place} must be {kind}, got {value!r}.")

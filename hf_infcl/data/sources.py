@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow.compute as pc
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
@@ -221,8 +222,6 @@ def differences(recorded: Mapping[str, object], described: Mapping[str, object],
 
 def _order(images: ImageDataset) -> dict[str, str]:
     """The hash of the sizes or the names of all images; see `TableSource.described`."""
-    import pyarrow.compute as pc
-
     sizes = images.computed("bytes", pc.binary_length)
     if sizes.null_count < len(sizes):
         return {ORDER[0]: _digest([sizes.fill_null(-1).to_numpy().astype(np.int64).tobytes()])}

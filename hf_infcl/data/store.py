@@ -157,13 +157,13 @@ class Store:
 
     def lacks(self, part: int) -> bool:
         """Whether a part is not there, or has changed since it was written."""
-        path, whole = self._paths[part], False
-        if path.exists():
-            with suppress(OSError, ValueError, KeyError, TypeError):
-                whole = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["file"] == describe(path)
-            if not whole:
-                logger.warning("%s is damaged, or has no checksum. It is computed again.", path)
-        return not whole
+        if not (path := self._paths[part]).exists():
+            return True
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            if json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["file"] == describe(path):
+                return False
+        logger.warning("%s is damaged, or has no checksum. It is computed again.", path)
+        return True
 
     def write(self, part: int, keys: Sequence[str], values: np.ndarray, **columns: Sequence[str]) -> None:
         """Writes the rows [n, D] of a part, and what else is known of each, completely or not at all."""
@@ -266,9 +266,7 @@ class Store:
 
 
 class PartFiles:
-    """Parts in parquet or safetensors, which no training reads."""
-
-    is_finished = True
+    """Parts in parquet or safetensors, which no training reads, so that they have no index."""
 
     def __init__(self, folder: Path, kind: str, parts: int, format: str) -> None:
         self._paths = [folder / f"{kind}-{part:05}-of-{parts:05}.{format}" for part in range(parts)]
@@ -294,9 +292,6 @@ class PartFiles:
                 texts = {name: json.dumps(words, ensure_ascii=False) for name, words in known_by.items()}
                 save_file({"embeddings": values}, partial_path, texts)
                 give_usual_modes(partial_path)
-
-    def finish(self) -> None:
-        """Nothing is left to do."""
 
 
 Writer = Store | PartFiles

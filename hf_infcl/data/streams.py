@@ -132,7 +132,7 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
             raise ValueError(f"There are {len(weights)} weights for {len(sources)} sources: {weights}, {sources}.")
         if wrong := [weight for weight in weights or () if not 0 < weight < math.inf]:
             raise ValueError(f"A weight must be a positive number, got {wrong[0]}. Leave out sources without one.")
-        self.sources, self.name = sources, " ".join(sources)
+        self.name = " ".join(sources)
         self.weights = [1.0] if weights is None else [float(weight) for weight in weights]
         self._processes = 1  # when the stream was pickled
         self.left_out = ""  # says which samples are
@@ -368,11 +368,9 @@ class MicroBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         return self._consumed // self._share.micro_batches
 
     def begin_at(self, position: int, skipped: Callable[[], Tensor]) -> bool:
-        """Goes to a global batch; a shuffled table from then on leaves out rows, ``skipped()`` [rows] bool or [0].
+        """Goes to a global batch; a shuffled table leaves out rows from then on, ``skipped()`` [rows] bool or [0].
 
-        Returns:
-            Whether the batches that follow are others than before. Only a table, which has its rows at hand, goes
-            elsewhere.
+        Returns whether other batches follow than before. Only a table, which has its rows at hand, goes elsewhere.
         """
         return False
 

@@ -20,7 +20,7 @@ from ..shards import opening
 from ..shards.layout import IMAGE_EXTENSIONS, tar_table
 from ..shards.opening import KINDS_OF_FILES, dataset_builder, existing_part, kind_of_file, open_shard
 from ..shards.readers import holds_images, is_value
-from .images import EncodedImage, find_column
+from .images import find_column
 
 if TYPE_CHECKING:
     import datasets
@@ -95,17 +95,15 @@ class Table:
         one split, "train".
         """
         try:
-            splits = self._splits()
+            if (saved := self._saved) is None:
+                splits = [str(split) for split in self._builder.config.data_files or self._builder.info.splits or ()]
+            else:
+                splits = list(saved) if isinstance(saved, dict) else [str(saved.split or "test")]
         except (OSError, ValueError):  # `load` meets it again
             return "test"
         order = ("validation", "test") if chooses else ("test", "validation")
         preferred = [split for split in order if split in splits]
         return [*preferred, *(splits if len(splits) == 1 else []), "test"][0]
-
-    def _splits(self) -> list[str]:
-        if (saved := self._saved) is not None:
-            return list(saved) if isinstance(saved, dict) else [str(saved.split or "test")]
-        return [str(split) for split in self._builder.config.data_files or self._builder.info.splits or ()]
 
     @cached_property
     def _saved(self) -> datasets.Dataset | datasets.DatasetDict | None:
@@ -148,25 +146,24 @@ class Table:
             return _with_whole_paths(rows, files, source, split, find_column("image", rows.features, image_column))
         except (ConnectionError, FileNotFoundError, HFValidationError) as error:
             raise ValueError(not_there("There is no dataset", source, error)) from error
-        except ValueError as error:  # no such split or configuration; metadata whose columns change their type
-            raise ValueError(_not_loaded(source, split, error)) from error
-        except StopIteration as error:  # JSON without a line
-            raise ValueError(_not_loaded(source, split, "one of its files has no rows")) from error
-        except datasets.exceptions.DatasetGenerationError as error:  # its own message gives no reason
-            cause: BaseException | str = error if error.__cause__ is None else error.__cause__
-            if isinstance(cause, UnicodeDecodeError):
-                every = map(str, itertools.chain(*(self._builder.config.data_files or {}).values()))
-                cause = f"{Url(next(filter(_is_not_utf_8, every), source))!r} is not UTF-8: {cause}"
-            raise ValueError(_not_loaded(source, split, cause)) from error
+        except (ValueError, StopIteration, datasets.exceptions.DatasetGenerationError) as error:
+            raise ValueError(f"The split {split!r} of {source!r} cannot be loaded: {self._cause(error)}") from error
 
-
-def _not_loaded(source: str, split: str, error: BaseException | str) -> str:
-    told = f"The split {split!r} of {source!r} cannot be loaded: {str(error).strip()}"
-    if re.search(r"changed from (string to array|array to string)", told):
-        told = f"{told.rstrip('.')}. Where some rows have a list, such as several captions, write a list in every row."
-    if "Error tokenizing data" in told:  # of pandas, which names the line
-        told += f". {_QUOTE}"
-    return told
+    def _cause(self, error: Exception) -> str:
+        """Why files cannot be loaded: there is no such split or configuration, or what is wrong in a file."""
+        if isinstance(error, StopIteration):  # JSON without a line
+            return "one of its files has no rows"
+        within = None if isinstance(error, ValueError) else error.__cause__  # the outer error gives no reason
+        cause = str(within or error).strip()
+        if isinstance(within, UnicodeDecodeError):
+            every = map(str, itertools.chain(*(self._builder.config.data_files or {}).values()))
+            cause = f"{Url(next(filter(_is_not_utf_8, every), self._source))!r} is not UTF-8: {within}"
+        if re.search(r"changed from (string to array|array to string)", cause):  # in the metadata of images
+            cause = f"{cause.rstrip('.')}. Where some rows have a list, such as several captions, write a list in "
+            cause += "every row."
+        if "Error tokenizing data" in cause:  # of pandas, which names the line
+            cause += f". {_QUOTE}"
+        return cause
 
 
 def _is_not_utf_8(file: str) -> bool:
@@ -193,10 +190,9 @@ def _check_no_pairs_of_files(rows: datasets.Dataset, files: Mapping[str, Sequenc
     """Raises a ValueError if the rows are of text files that lie beside images of the same names."""
     if rows.info.builder_name not in ("text", "json"):
         return
-    for file in map(str, files.get(split.partition("[")[0], ())[:_LOOKED_AT]):
-        stem = posixpath.splitext(file)[0]
-        image = next((f"{stem}.{kind}" for kind in sorted(IMAGE_EXTENSIONS) if os.path.isfile(f"{stem}.{kind}")), None)
-        if image is not None:
+    looked_at = map(str, files.get(split.partition("[")[0], ())[:_LOOKED_AT])
+    for file, kind in itertools.product(looked_at, sorted(IMAGE_EXTENSIONS)):
+        if os.path.isfile(image := f"{posixpath.splitext(file)[0]}.{kind}"):
             raise ValueError(
                 f"{os.path.basename(image)} lies beside {os.path.basename(file)}, but captions of a folder are not "
                 "read from such files. Write them into a metadata.jsonl there, with lines such as "
@@ -224,42 +220,47 @@ def _separator(files: Sequence[str]) -> str | None:
     """What separates the columns of CSV files; None if there are none, or if they have one column.
 
     Raises:
-        ValueError: they do not agree.
+        ValueError: they do not agree, or lines of one do not.
     """
     examples: dict[str, str] = {}
     for file in files:
         if kind_of_file(file):
             check_pulled(file)
-        if file.lower().endswith((".csv", ".tsv")):
-            with open_shard(file, buffer=_PROBED) as opened:
-                text = opened.read(_PROBED).decode("utf-8-sig", "replace")
-            whole = text if len(text) < _PROBED else text[: text.rfind("\n") + 1]
-            found: dict[str, dict[int, int]] = {}  # by the separator and the line, the number of values
-            for separator in "\t,;|" if file.lower().endswith(".tsv") else ",\t;|":
-                reader = csv.reader(io.StringIO(whole, newline=None), delimiter=separator)
-                rows = [(reader.line_num, len(row)) for row in reader if row]
-                found[separator] = dict(rows)
-            several = [one for one, widths in found.items() if next(iter(widths.values()), 0) > 1]
-            even = [one for one in several if len({*found[one].values()}) == 1]
-            for separator in [*even, *several][:1]:
-                examples.setdefault(separator, file)
-                strict = csv.reader(io.StringIO(whole, newline=None), delimiter=separator, strict=True)
-                try:
-                    list(strict)
-                except csv.Error as error:  # pandas would read the lines up to another quote as one caption
-                    if whole == text or "end of data" not in str(error):
-                        raise ValueError(
-                            f"line {strict.line_num} of {Url(file)!r} has an open quote or one within a value: "
-                            f"{error}. Write a quote within a caption twice, in quotes."
-                        ) from error
-                header, *_ = found[separator].values()
-                if wide := [line for line, width in found[separator].items() if width > header]:
-                    line = f"line {wide[0]} of {Url(file)!r}"  # pandas would take the first columns for an index
-                    raise ValueError(f"{line} has more values than the header has names ({header}). {_QUOTE}")
+        if file.lower().endswith((".csv", ".tsv")) and (separator := _separator_of(file)):
+            examples.setdefault(separator, file)
     if len(examples) > 1:
         (one, first), (other, second), *_ = examples.items()
         raise ValueError(f"{first} separates the columns by {one!r}, and {second} by {other!r}. Write all with commas.")
     return next(iter(examples), None)
+
+
+def _separator_of(file: str) -> str | None:
+    with open_shard(file, buffer=_PROBED) as opened:
+        text = opened.read(_PROBED).decode("utf-8-sig", "replace")
+    whole = text if len(text) < _PROBED else text[: text.rfind("\n") + 1]
+    found: dict[str, dict[int, int]] = {}  # by the separators of several columns and the line, the number of values
+    for separator in "\t,;|" if file.lower().endswith(".tsv") else ",\t;|":
+        reader = csv.reader(io.StringIO(whole, newline=None), delimiter=separator)
+        widths = [(reader.line_num, len(row)) for row in reader if row]
+        if widths and widths[0][1] > 1:
+            found[separator] = dict(widths)
+    if not found:
+        return None
+    separator = min(found, key=lambda one: len({*found[one].values()}) > 1)  # the first, if any, of even lines
+    strict = csv.reader(io.StringIO(whole, newline=None), delimiter=separator, strict=True)
+    try:
+        list(strict)
+    except csv.Error as error:  # pandas would read the lines up to another quote as one caption
+        if whole == text or "end of data" not in str(error):
+            raise ValueError(
+                f"line {strict.line_num} of {Url(file)!r} has an open quote or one within a value: {error}. "
+                "Write a quote within a caption twice, in quotes."
+            ) from error
+    header, *_ = found[separator].values()
+    if wide := [line for line, width in found[separator].items() if width > header]:
+        line = f"line {wide[0]} of {Url(file)!r}"  # pandas would take the first columns for an index
+        raise ValueError(f"{line} has more values than the header has names ({header}). {_QUOTE}")
+    return separator
 
 
 def _with_whole_paths(
@@ -289,9 +290,9 @@ def _with_whole_paths(
         )
     (folder,) = folders
 
-    def join(image: EncodedImage | None) -> dict[str, EncodedImage | None]:
-        if image is not None and _is_relative(image):
-            image = {"bytes": None, "path": posixpath.join(folder, str(image["path"]))}
+    def join(image: dict[str, Any] | None) -> dict[str, Any]:
+        if image is not None and image["bytes"] is None and _is_relative(image["path"]):
+            image = {"bytes": None, "path": posixpath.join(folder, image["path"])}
         return {image_column: image}
 
     return images.map(join, input_columns=[image_column], desc="Paths of images")
@@ -326,11 +327,8 @@ def _are_beside(paths: Sequence[str], folders: Sequence[str], source: str, split
 
 def _relative_paths(images: datasets.Dataset, column: str) -> Iterator[str]:
     for chunk in images.data.column(column).chunks:  # of which only the paths of images without bytes are read
-        for path in chunk.field("path").filter(chunk.field("bytes").is_null()).to_pylist():
-            if _is_relative({"bytes": None, "path": path}):
-                yield str(path)
+        yield from filter(_is_relative, chunk.field("path").filter(chunk.field("bytes").is_null()).to_pylist())
 
 
-def _is_relative(image: EncodedImage) -> bool:
-    path = image["path"]
-    return image["bytes"] is None and path is not None and "://" not in path and not os.path.isabs(path)
+def _is_relative(path: str | None) -> bool:
+    return path is not None and "://" not in path and not os.path.isabs(path)

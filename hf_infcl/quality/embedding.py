@@ -105,7 +105,7 @@ def compute(
     computed, *totals = (int(sum(of_ranks)) for of_ranks in zip(*every, strict=True))
     with failures_announced():
         for writer in writers.values() if processes.rank == 0 else ():
-            if computed or not writer.is_finished:
+            if isinstance(writer, Store) and (computed or not writer.is_finished):
                 writer.finish()
     processes.agree([])
     return dict(zip(counts, totals, strict=True))

@@ -95,9 +95,9 @@ class CaptionNotices:
                 )
 
     def look_at_all(self, context: Context, evaluated: object) -> None:
-        """Looks at the training set, or at the ``parts`` that it consists of, and at the evaluation sets."""
-        parts: Mapping[str, object] = getattr(context.data, "parts", {"training set": context.data})
-        for name, part in parts.items():
+        """Looks at the training set, or at the new and the old pairs of which it consists, and at evaluation sets."""
+        parts = context.data.datasets if isinstance(context.data, Replayed) else [context.data]
+        for name, part in zip(("training set", "replayed set"), parts, strict=False):
             self.look(name, all_parts(part), context.collator, context.args.global_batch_size)
         for name, dataset in evaluated.items() if isinstance(evaluated, Mapping) else [("", evaluated)]:
             self.look(f"evaluation set of eval_{name}{'_' if name else ''}*", all_parts(dataset), context.collator)
