@@ -210,9 +210,9 @@ def test_no_import_comes_back_to_itself():
 
 # Lines of code, without comments and docstrings, that a package has at most.
 BUDGETS = {
-    **{"files": 167, "processes": 550, "kernels": 1628, "evaluation": 455, "refusals": 40},
+    **{"files": 179, "processes": 550, "kernels": 1628, "evaluation": 455, "refusals": 40},
     **{"loss": 1177, "shards": 898, "models": 1974, "optim": 334, "options": 696, "data": 2463, "step": 2401},
-    **{"quality": 962, "trainer": 2177, "card": 872, "cli": 2279},
+    **{"quality": 962, "trainer": 2177, "card": 848, "cli": 2279},
 }
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments
+from hf_infcl.card.facts import training_settings
 from hf_infcl.card.pictures import plot_curves
-from hf_infcl.card.settings import training_settings
 from hf_infcl.models.dual_encoder import DualEncoder
 from hf_infcl.quality import selection
 from hf_infcl.quality.selection import BORDER, BORDER_OF_MANY, NO_KEY, RESTED, WithoutNoisyPairs, mean_of_trained

@@ -26,9 +26,8 @@ from transformers import TrainerCallback, TrainerState
 from hf_infcl import ContrastiveCollator, ImageTextDataset, InfCLTrainer, ZeroShotDataset
 from hf_infcl.card import CardCallback, Evaluation, Source, pictures, training_facts
 from hf_infcl.card.cards import model_card, write_eval_results, write_publication
-from hf_infcl.card.facts import TrainingFacts, source_name, with_texts
+from hf_infcl.card.facts import TrainingFacts, source_name, training_settings, with_texts
 from hf_infcl.card.pictures import PICTURES_FILE, PicturesCallback, plot_curves
-from hf_infcl.card.settings import training_settings
 from hf_infcl.card.telling import earlier_best, lines_of_changes, outcome
 from hf_infcl.cli import main
 from hf_infcl.cli.models import other_loss

@@ -26,7 +26,7 @@ from helpers.wrappers import needs_fsdp
 from torch import Tensor, nn
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, ImageTextStream, InfCLTrainer
-from hf_infcl.card.settings import training_settings
+from hf_infcl.card.facts import training_settings
 from hf_infcl.cli.embeddings import table_source as source_of_table
 from hf_infcl.data import sources
 from hf_infcl.data.sources import ShardSource, TableSource, source_of_training

@@ -1,11 +1,15 @@
 """Writes the model card of a run from its `TrainingFacts` by `template.jinja`, with its curves and results.
 
-`CardCallback` keeps it up to date while the model trains, so that every push to the Hub includes it.
+`CardCallback` keeps it up to date while the model trains, so that every push to the Hub includes it. Text of others,
+such as names of classes and data sets, prompts and licences, begins neither HTML, links or pictures, nor new lines, and
+leaves a table whole, whatever it holds.
 """
 
 import importlib.util
+import json
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +19,34 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.utils import logging
 
 from ..evaluation.metrics import CEILING, HIGH, LOW, METRICS, Metric
-from ..files.text import counted
+from ..files.text import code, counted, one_line
 from ..loss.objectives import OBJECTIVES
 from ..models.model_types import reads_padding
 from .facts import SPEED, Evaluation, TrainingFacts
 from .pictures import PICTURES_FILE, plot_curves
-from .settings import cell, code, escaped, literal
 from .telling import changes, explained, outcome, words_of_scores
 
 CURVES_FILE = "curves.png"
+# What begins something in CommonMark, in HTML or as a link of GitHub.
+_SPECIAL = re.compile(r"[\\`*\[\]<>#|!&~$@]|(?<!\w)_(?=\w)|:(?=//)|(?<=www)\.")
 
 logger = logging.get_logger(__name__)
+
+
+def escaped(text: str) -> str:
+    """The text among other words, with a backslash before what Markdown would read as more than text."""
+    return _SPECIAL.sub(r"\\\g<0>", one_line(text))
+
+
+def literal(value: str | Sequence[str]) -> str:
+    """The value in Python, on one line and without backticks, so that no fence of code ends in it."""
+    return json.dumps(value, ensure_ascii=False).replace("`", "\\u0060")
+
+
+def cell(text: str) -> str:
+    """The text in a cell of a table; pipes are escaped, also within code, as the tables of the Hub require."""
+    # A pipe after an even number of backslashes would end the cell, since these escape each other.
+    return re.sub(r"(?<!\\)((?:\\\\)*)\|", r"\1\\|", one_line(text))
 
 
 def model_card(facts: TrainingFacts, *, curves: str | None = None, pictures: str | None = None) -> ModelCard:

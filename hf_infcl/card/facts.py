@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -18,15 +18,18 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import TrainerState
 
 from .. import __version__
-from ..data import ImageTextDataset, ImageTextStream, ZeroShotDataset
+from ..data import ImageTextDataset, ImageTextStream, ZeroShotDataset, transparency
 from ..data.replay import Replayed
 from ..evaluation.metrics import score_if_measured
-from ..files.text import Url, describe_cause, without_secrets
+from ..files.text import Url, code, counted, describe_cause, joined, without_secrets
+from ..optim.groups import words_of_groups
+from ..options.combinations import WITHOUT_WARM_UP
+from ..options.declaring import spelled
+from ..options.facts import values_of_card
 from ..quality.averages import Averaged, Measured
 from ..shards.opening import digest
 from ..trainer.loaders import drawn_texts
 from ..trainer.loop_events import trained_seconds
-from .settings import highest_rates, training_settings
 
 if TYPE_CHECKING:
     from ..trainer.trainer import InfCLTrainer
@@ -141,7 +144,7 @@ class TrainingFacts:
     best: bool = False  # whether the weights are those of the best evaluation, which Trainer loads at the end
     average: Averaged | None = None  # with the start, whose weights the model holds; None if it holds the trained ones
     planned_steps: int | None = None  # to which shares in ``settings`` apply, if the training has not made all of them
-    rates: Mapping[str, float] = field(default_factory=dict)  # see `settings.highest_rates`
+    rates: Mapping[str, float] = field(default_factory=dict)  # see `highest_rates`
     content: str = ""  # `content_of` the training set without old pairs; empty if it is not known
 
     @property
@@ -249,6 +252,93 @@ def training_facts(
         best=best,
         **fields,
     )
+
+
+def training_settings(trainer: InfCLTrainer) -> dict[str, str]:
+    """The rows of a card on optimizer, learning rate, seed, precision and options, by name.
+
+    The arguments alone do not decide about them: an optimizer may have been passed to the trainer, and `accelerate
+    launch` may have chosen the precision. A trainer without an optimizer has no rows about it.
+    """
+    rows = {} if trainer.optimizer is None else _optimization(trainer)
+    rows |= {"seed": str(trainer.args.seed), "precision": precision(trainer)}
+    for _, row, value in values_of_card(trainer.args):
+        values = value if isinstance(value, list) else [value]
+        rows[row] = joined([code(one) if isinstance(one, str) else f"{one:g}" for one in values])
+    pairs: Any = trainer.train_dataset
+    pairs = pairs.datasets[0] if isinstance(pairs, Replayed) else pairs
+    options = getattr(pairs, "options", {})
+    if (augmentation := options.get("augmentation")) is not None:
+        rows["augmentation"] = getattr(augmentation, "__name__", str(augmentation))
+    if hasattr(pairs, "image_column"):
+        rows["transparency of images"] = transparency()
+    if "open_clip" in trainer.args.save_formats:
+        rows["saved formats"] = "transformers and OpenCLIP"
+    for part in trainer.window_step.extensions:
+        rows |= part.card
+    weight = trainer.args.teacher_weight
+    distances = [e["teacher_loss"] / weight for e in trainer.state.log_history if weight and "teacher_loss" in e]
+    if distances:
+        rows["distance to the teacher"] = f"{distances[0]:.3g} in the first log, {distances[-1]:.3g} in the last"
+    return rows
+
+
+def highest_rates(trainer: InfCLTrainer) -> dict[str, float]:
+    """The highest learning rates at the peak of the schedule, but for the temperature's, of "adamw" and "muon".
+
+    Only optimizers whose steps are about as large as the rate count: Muon, and optimizers of Adam's kind, which have
+    β. Prodigy and D-Adaptation have β as well, but estimate the rate (d). A schedule that follows a metric overwrites
+    the rates that it began with, so they are not known.
+    """
+    rates: dict[str, float] = {}
+    for group in () if trainer.optimizer is None else trainer.optimizer.param_groups:
+        algorithm = group.get("algorithm", "adamw" if "betas" in group and "d" not in group else None)
+        if algorithm is not None and group["params"] and "initial_lr" in group and group.get("name") != "temperature":
+            rates[algorithm] = max(rates.get(algorithm, 0.0), float(group["initial_lr"]))
+    return rates
+
+
+def precision(trainer: InfCLTrainer) -> str:
+    """The precision in which the trainer's forwards compute."""
+    mixed = trainer.accelerator.mixed_precision
+    # On CPUs with fp16, accelerate computes in the precision of the weights.
+    if mixed != "no" and not (mixed == "fp16" and trainer.args.device.type == "cpu"):
+        return f"{mixed} autocast"
+    parameters = trainer.dual_encoder.model.parameters()
+    kinds = {str(p.dtype).removeprefix("torch.") for p in parameters if p.is_floating_point()}
+    return " and ".join(sorted(kinds)).replace("bfloat", "bf").replace("float", "fp")
+
+
+def _optimization(trainer: InfCLTrainer) -> dict[str, str]:
+    """The rows about a trainer's optimizer and its learning rates."""
+    args, model = trainer.args, trainer.dual_encoder
+    optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate has wrapped it
+    groups = optimizer.param_groups
+    if trainer.optimization.creates_optimizer:
+        parts = [("Muon and " if args.optimizer == "muon" else "") + spelled(args.optim)]
+        rate = f"{args.learning_rate:g}"
+    else:
+        parts = [type(optimizer).__name__]
+        rates = [group.get("initial_lr", group["lr"]) for group in groups if group.get("name") != "temperature"]
+        rate = " and ".join(sorted({f"{float(one):g}" for one in rates}))
+    settings = ChainMap(*groups)  # those of the first group that has them
+    if betas := settings.get("betas"):
+        parts.append(f"β = ({', '.join(map(str, betas))})")
+    if momentum := settings.get("momentum"):
+        parts.append(f"momentum {momentum}")
+    if "weight_decay" in settings:
+        parts.append(f"weight decay {max(group.get('weight_decay', 0) for group in groups):g}")
+    if trainer.optimization.creates_scheduler:
+        rate += f", {(schedule := spelled(args.lr_scheduler_type))}"
+        if schedule not in WITHOUT_WARM_UP:
+            rate += f", {counted(args.get_warmup_steps(trainer.state.max_steps), 'step')} of warm-up"
+    else:
+        rate += f", {type(getattr(trainer.lr_scheduler, 'scheduler', trainer.lr_scheduler)).__name__}"
+    rows = {"optimizer": ", ".join(parts), **words_of_groups(groups), "learning rate": rate}
+    trained = any(parameter.requires_grad for parameter in model.temperature_parameters)
+    if args.logit_scale_learning_rate is not None and trained:
+        rows["learning rate of logit_scale"] = f"{args.logit_scale_learning_rate:g}"
+    return rows
 
 
 def scores_by_width(trainer: InfCLTrainer, sets: Mapping[str, Any]) -> dict[str, dict[str, float]]:

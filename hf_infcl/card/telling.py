@@ -15,13 +15,12 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback, Tra
 
 from ..evaluation.intervals import Difference
 from ..evaluation.metrics import CHANGE, HIGH, LOW, METRICS, SCORES, parts_of_score, score_if_measured
-from ..files.text import aligned, counted
+from ..files.text import aligned, counted, joined
 from ..optim.groups import NAMES
 from ..options.arguments import InfCLTrainingArguments
 from ..options.declaring import spelled
 from ..quality.averages import not_trained
 from .facts import Evaluation, TrainingFacts
-from .settings import joined
 
 if TYPE_CHECKING:
     from ..trainer.trainer import InfCLTrainer

@@ -13,9 +13,8 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from ..card.cards import write_publication
-from ..card.facts import TrainingFacts, facts_of_model, source_name
+from ..card.facts import TrainingFacts, facts_of_model, precision, source_name
 from ..card.pictures import PicturesCallback
-from ..card.settings import precision
 from ..card.telling import make_rows, quieten, table_lines
 from ..data import transparency
 from ..evaluation.intervals import differences

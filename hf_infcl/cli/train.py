@@ -25,15 +25,14 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, 
 from transformers.utils import CONFIG_NAME
 
 from ..card import facts
-from ..card.cards import CURVES_FILE, CardCallback
+from ..card.cards import CURVES_FILE, CardCallback, escaped
 from ..card.pictures import PICTURES_FILE, PicturesCallback
-from ..card.settings import code, escaped, joined, precision
 from ..card.telling import ProgressPrinter, doubtful_rate, earlier_best, lines_of_changes, outcome, quieten
 from ..data import ImageTextDataset
 from ..data.replay import Replayed
 from ..data.sets import STATED, SetSpec, read_sets
 from ..files.hub import stated_licence
-from ..files.text import counted
+from ..files.text import code, counted, joined
 from ..loss.strategies import machines_of
 from ..models.adapters import ADAPTER_FILES, describe_adapters, has_adapters
 from ..models.open_clip import compare_formats
@@ -188,7 +187,7 @@ def save_results(
         step = state.best_global_step if trainer.args.load_best_model_at_end else state.global_step  # of the weights
         of_last = average is None and step == state.global_step
         measured = measured_last(state, eval_datasets) if of_last else {}
-        described_sets = sets.what_was_measured(eval_datasets) | {"eval_precision": precision(trainer)}
+        described_sets = sets.what_was_measured(eval_datasets) | {"eval_precision": facts.precision(trainer)}
         trainer.save_metrics("eval", (measured or trainer.evaluate()) | described_sets)
     trainer.save_state()
     return saved

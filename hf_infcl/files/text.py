@@ -49,6 +49,11 @@ def in_brackets(names: Sequence[str], most: int = 10) -> str:
     return f"[{listed([*map(shortened, names)], most)}]"
 
 
+def joined(parts: Sequence[str]) -> str:
+    """The parts in a sentence: "a", "a and b", "a, b and c"."""
+    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
+
+
 def lacks_column(column: str, names: Sequence[str]) -> str:
     """The part of a message that says that a table lacks a column, and which it has."""
     alike = written_otherwise(column, names.__contains__)
@@ -60,6 +65,25 @@ def shortened(value: object) -> str:
     text = value if isinstance(value, str) else repr(value)
     text = text if len(text) <= 80 else f"{text[:80]}..."
     return repr(text) if isinstance(value, str) else text
+
+
+# Control characters, and those that turn the direction of the text after them.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_LONGEST = 200  # characters of a name that Markdown shows
+
+
+def one_line(text: str) -> str:
+    """The text without line breaks and control characters."""
+    return " ".join(_CONTROL.sub(" ", text).split())
+
+
+def code(text: str) -> str:
+    """The text in code style, enclosed in more backticks than it contains in a row, as CommonMark requires."""
+    text = one_line(text)
+    text = text if len(text) <= _LONGEST else text[:_LONGEST] + "…"
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    space = " " if "`" in text else ""
+    return f"{fence}{space}{text}{space}{fence}"
 
 
 def describe_cause(error: Exception) -> str:
