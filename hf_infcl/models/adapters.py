@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 def config_for_images(config: PretrainedConfig, size: int | None) -> Any:
     """The config of a dual encoder for images of another size; the same one with None, or if it has this size.
 
-    Raises:
-        ValueError: the size is no multiple of the patches.
+    Raises ValueError if the size is no multiple of the patches.
     """
     vision = getattr(config, "vision_config", None)
     if size is None or getattr(vision, "image_size", size) == size:
@@ -107,13 +106,12 @@ def _resize_positions(embeddings: Any, config: PretrainedConfig, size: int) -> N
     if hasattr(embeddings, "position_ids"):
         embeddings.position_ids = torch.arange(positions, device=embeddings.position_ids.device)[None]
     # What the modules noted of the size at their construction.
+    sizes = {"num_patches": new, "num_positions": positions, "num_embeddings": positions, "image_size": size}
     for noted in embeddings.modules():
-        for attribute, value in (("num_patches", new), ("num_positions", positions), ("image_size", size)):
+        for attribute, value in sizes.items():
             if hasattr(noted, attribute):
                 is_pair = isinstance(getattr(noted, attribute), (tuple, list))
                 setattr(noted, attribute, (value, value) if is_pair else value)
-        if isinstance(noted, nn.Embedding):
-            noted.num_embeddings = positions
 
 
 LORA = ".lora_"  # in the names of LoRA's factors, whose start is zero: they change nothing
@@ -164,7 +162,7 @@ def describe_adapters(model: Any) -> tuple[str, list[str], float | None]:
     return words, sorted([targets] if isinstance(targets, str) else targets or []), getattr(config, "lora_alpha", None)
 
 
-def beside_adapters(model: nn.Module) -> dict[str, nn.Parameter]:
+def beside_adapters(model: Any) -> dict[str, nn.Parameter]:
     """The trained parameters that peft does not save with an adapter, by name; empty if ``model`` is not peft's.
 
     peft saves its adapters and whole modules (``modules_to_save``), but no single parameter, such as logit_scale.
@@ -173,12 +171,11 @@ def beside_adapters(model: nn.Module) -> dict[str, nn.Parameter]:
         return {}
     from peft import get_peft_model_state_dict
 
-    adapted: Any = model
     named: dict[str, Any] = dict(model.named_parameters())
     saved = {
         id(value)
-        for name in adapted.peft_config
-        for value in get_peft_model_state_dict(adapted, named, name, save_embedding_layers=False).values()
+        for name in model.peft_config
+        for value in get_peft_model_state_dict(model, named, name, save_embedding_layers=False).values()
     }
     return {name: p for name, p in named.items() if p.requires_grad and id(p) not in saved}
 

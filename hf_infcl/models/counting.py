@@ -7,7 +7,7 @@ The share of the chip's peak that a training reaches is its model FLOPs utilisat
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -48,15 +48,11 @@ def peak_of(name: str) -> float | None:
     return next((peak * 1e12 for part, peak in PEAKS if re.search(rf"\b{part}\b", name)), None)
 
 
-class Operations(NamedTuple):
-    """The operations of a tower with its projection in a micro-batch."""
+def count_operations(encoder: DualEncoder, batch: Mapping[str, Tensor]) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Counts the operations of the image tower and of the text tower, as the model trains a micro-batch.
 
-    forward: int
-    backward: int  # 0 for a frozen tower
-
-
-def count_operations(encoder: DualEncoder, batch: Mapping[str, Tensor]) -> tuple[Operations, Operations]:
-    """Counts the products of the image tower and of the text tower, as the model trains a micro-batch.
+    They are those of the products in the forward and in the backward of each, with its projection; a frozen tower has
+    no backward.
 
     What is computed again counts once. The model and the batch are only looked at: the products are of tensors without
     content, as if on a CPU, so that both may be on any device, the meta device included.
@@ -82,13 +78,13 @@ def count_operations(encoder: DualEncoder, batch: Mapping[str, Tensor]) -> tuple
             stack.enter_context(_reparametrize_module(model, state, tie_weights=True))
             stack.enter_context(torch.enable_grad())
 
-            def count(encode: Callable[[], Tensor]) -> Operations:
+            def count(encode: Callable[[], Tensor]) -> tuple[int, int]:
                 before = counter.get_total_flops()
                 embeds = encode()
                 forward = counter.get_total_flops() - before
                 if embeds.requires_grad:
                     torch.autograd.grad(embeds.sum(), trained, allow_unused=True)
-                return Operations(forward, counter.get_total_flops() - before - forward)
+                return forward, counter.get_total_flops() - before - forward
 
             images = count(lambda: encoder.encode_images(inputs))
             texts = count(lambda: encoder.encode_texts(inputs, checked=True))

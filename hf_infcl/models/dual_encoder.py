@@ -70,11 +70,7 @@ def pooled(output: object, module: nn.Module, what: str, *, of_transformers: boo
 
 
 def embeds_of(output: object, model: nn.Module) -> tuple[Tensor, Tensor]:
-    """``image_embeds`` and ``text_embeds`` of a model's output.
-
-    Raises:
-        ValueError: it has not both.
-    """
+    """``image_embeds`` and ``text_embeds`` of a model's output; raises ValueError if it has not both."""
     images, texts = part_of(output, "image_embeds"), part_of(output, "text_embeds")
     if images is None or texts is None:
         raise ValueError(
@@ -101,12 +97,10 @@ def remembered(tower: nn.Module, outputs: dict[str, object], name: str) -> Itera
     def first(*args: object, **kwargs: object) -> Any:
         with torch.no_grad():
             full = forward(*args, **kwargs)
-        if part_of(full, "last_hidden_state") is None:  # of one's own
-            outputs[name] = full
-            return full
+        outputs[name] = full
         # The models read the pooled vector or the first position; a window of whole sequences would be large.
-        first_position = full.last_hidden_state[:, :1].clone()
-        outputs[name] = BaseModelOutputWithPooling(first_position, part_of(full, "pooler_output"))
+        if (sequences := part_of(full, "last_hidden_state")) is not None:
+            outputs[name] = BaseModelOutputWithPooling(sequences[:, :1].clone(), part_of(full, "pooler_output"))
         return full
 
     with patch.object(tower, "forward", (lambda *args, **kwargs: outputs[name]) if name in outputs else first):
@@ -230,9 +224,8 @@ class DualEncoder:
     def check_images(self, batch: Mapping[str, Tensor]) -> None:
         """Raises a ValueError if the image tower has no embeddings for the patches of images of this size."""
         config, pixel_values = self._config("vision_config"), batch.get("pixel_values")
-        if IMAGE_TOWERS.get(getattr(config, "model_type", "")) != ONE_SIZE or not isinstance(config.image_size, int):
-            return
-        if pixel_values is None or pixel_values.ndim != 4:
+        one_size = IMAGE_TOWERS.get(getattr(config, "model_type", "")) == ONE_SIZE
+        if not one_size or not isinstance(config.image_size, int) or pixel_values is None or pixel_values.ndim != 4:
             return
         size, patch = config.image_size, config.patch_size
         height, width = pixel_values.shape[-2:]
@@ -278,10 +271,7 @@ class DualEncoder:
 
     @torch.no_grad()
     def clamp_temperature(self, maximum: float) -> None:
-        """Clamps the temperature's parameter so that the multiplier lies within [1, maximum].
-
-        This is CLIP's rule (arXiv 2103.00020, section 2.5).
-        """
+        """Clamps the multiplier of the temperature to [1, maximum], as CLIP does (arXiv 2103.00020, section 2.5)."""
         self.temperature_parameters[0].clamp_(*((1 / maximum, 1) if self._divides else (0, math.log(maximum))))
 
     @torch.no_grad()

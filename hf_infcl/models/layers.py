@@ -18,11 +18,9 @@ import importlib.util
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import QuickGELUActivation
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -50,20 +48,17 @@ def depths(tower: nn.Module) -> tuple[dict[str, int], int]:
     return dict.fromkeys(names, count + 1) | layers | dict.fromkeys(before, 0), count
 
 
-def frozen_begin(tower: nn.Module) -> Iterator[nn.Module]:
-    """The largest modules up to the last of the frozen first layers of a tower."""
+def frozen_begin(tower: nn.Module) -> list[nn.Module]:
+    """The modules of the frozen first layers of a tower and of what comes before these."""
     depth_of, layers = depths(tower)
     first_trained = min((depth_of[n] for n, p in tower.named_parameters() if p.requires_grad), default=layers + 1)
     if first_trained < 2:
-        return
-    waiting = dict(tower.named_children())
-    while waiting:
-        name, module = waiting.popitem()
-        depths_within = [depth for n, depth in depth_of.items() if n.startswith(f"{name}.")]
-        if depths_within and max(depths_within) < first_trained:
-            yield module
-        elif depths_within and min(depths_within) < first_trained:
-            waiting |= {f"{name}.{child}": part for child, part in module.named_children()}
+        return []
+    deepest: dict[str, int] = defaultdict(int)  # the depth of the last parameter of each module
+    for name, depth in depth_of.items():
+        while name := name.rpartition(".")[0]:
+            deepest[name] = max(deepest[name], depth)
+    return [tower.get_submodule(name) for name, depth in deepest.items() if depth < first_trained]
 
 
 def layers_of(tower: nn.Module) -> list[nn.Module]:
@@ -128,7 +123,7 @@ class PatchProduct(nn.Conv2d):
         down, across = rows // height, columns // width  # what is left over at the edges is no patch
         patches = input[:, :, : down * height, : across * width].reshape(images, channels, down, height, across, width)
         patches = patches.permute(0, 2, 4, 1, 3, 5).reshape(images, down * across, -1)
-        output = F.linear(patches, self.weight.flatten(1), self.bias)
+        output = nn.functional.linear(patches, self.weight.flatten(1), self.bias)
         return output.transpose(1, 2).unflatten(2, (down, across))
 
 

@@ -222,12 +222,9 @@ class Pooling:
         return bool((mask[:, 1:] > mask[:, :-1]).any() or not mask.gather(1, self.taken(tokens)[:, None]).all())
 
     def fault(self, taken: int, end: int, texts: tuple[str, str]) -> str:
-        """Why two ``texts`` have one embedding, and what to do.
+        """Why two texts, by the words for them, have one embedding, that at the token ``taken``, and what to do.
 
-        Args:
-            taken: the token at which it is taken, from where on the texts are not read.
-            end: the token with which the tokenizer ends them.
-            texts: the words for both.
+        ``end`` is the token with which the tokenizer ends them.
         """
         if self.place == AT_LARGEST:
             why = "A model of this type takes the embedding of a text at its largest token"
@@ -255,10 +252,9 @@ class SameEmbeddings:
         self._texts: dict[tuple[int, ...], tuple[int, ...]] = {}  # the first text of those that are read to one token
 
     def check(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> None:
-        """Raises a ValueError if two of the texts so far have one embedding, although their tokens differ.
+        """Raises a ValueError if two of the texts so far, [n, L], have one embedding, although their tokens differ.
 
-        Args:
-            input_ids, attention_mask: [n, L]. Tensors on a GPU are waited for.
+        Tensors on a GPU are waited for.
         """
         if self._pooling is None or self._looked_at >= LOOKED_AT:
             return

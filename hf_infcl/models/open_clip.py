@@ -10,27 +10,15 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel, ProcessorMixin
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, logging
 
 from ..files.hub import asks_hub_once
 from ..files.text import describe_cause
 from ..files.whole import give_usual_modes
+from . import pretrained
 from .model_types import Pooling, SameEmbeddings, pads_texts
 from .open_clip_inputs import clip_tokenizer, image_processor, prepared
 from .open_clip_names import clean, from_open_clip, to_open_clip, transformers_config
-from .pretrained import (
-    CONFIG,
-    base_of_adapters,
-    check_finite,
-    is_of_open_clip,
-    load_pretrained,
-    load_pretrained_readers,
-    named_tokenizer,
-    read,
-    read_config,
-    write,
-)
 
 # Of sentence-transformers: its modules, the options of the first one, and those of all.
 SENTENCE_FILES = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
@@ -39,7 +27,7 @@ SENTENCE_FILES = ("modules.json", "sentence_bert_config.json", "config_sentence_
 def write_sentence_files(
     folder: str | Path,
     model_type: str,
-    processor: ProcessorMixin,
+    processor: transformers.ProcessorMixin,
     *,
     max_length: int,
     padding: str,
@@ -125,15 +113,15 @@ def load(
     Args:
         checkpoint: a folder or a Hub id, also of OpenCLIP or of adapters, or a .pt of OpenCLIP's training.
         open_clip_model: see `load_open_clip`.
-        merges, new_weights, seed: see `load_pretrained`.
+        merges, new_weights, seed: see `pretrained.load_model`.
         tokenizer: the folder or the Hub id of a tokenizer that replaces that of the processor.
 
     Raises:
         ValueError: they cannot be loaded, or weights are missing.
     """
-    if not is_of_open_clip(checkpoint, open_clip_model):
+    if not pretrained.is_of_open_clip(checkpoint, open_clip_model):
         options: Any = {"merges": merges, "new_weights": new_weights, "seed": seed, "tokenizer": tokenizer}
-        return Loaded(*load_pretrained(checkpoint, dtype=torch.float32, **options))
+        return Loaded(*pretrained.load_model(checkpoint, dtype=torch.float32, **options))
     if new_weights:
         raise ValueError(f"--new_weights is for models in transformers' format, and {checkpoint!r} is not. Omit it.")
     loaded = _loaded(checkpoint, open_clip_model, tokenizer)
@@ -143,11 +131,11 @@ def load(
 @asks_hub_once
 def load_readers(
     checkpoint: str, open_clip_model: str | None = None, tokenizer: str | None = None
-) -> tuple[PretrainedConfig, Any]:
+) -> tuple[transformers.PretrainedConfig, Any]:
     """The config of a dual encoder and its processor; takes and raises what `load` does, and needs no weights."""
-    if not is_of_open_clip(checkpoint, open_clip_model):
-        return load_pretrained_readers(checkpoint, tokenizer)
-    stated, folder = read_config(checkpoint, open_clip_model)
+    if not pretrained.is_of_open_clip(checkpoint, open_clip_model):
+        return pretrained.load_readers(checkpoint, tokenizer)
+    stated, folder = pretrained.read_config(checkpoint, open_clip_model)
     config = transformers_config(stated)
     return config, _processor(config, stated, folder, tokenizer)
 
@@ -176,9 +164,9 @@ def load_open_clip(
 
 
 def _loaded(source: str | Path, open_clip_model: str | None, tokenizer: str | None) -> Loaded:
-    tensors, config, folder = read(source, open_clip_model)
+    tensors, config, folder = pretrained.read(source, open_clip_model)
     model, notes = from_open_clip(tensors, config)
-    check_finite(str(source), model.state_dict())
+    pretrained.check_finite(str(source), model.state_dict())
     processor = _processor(model.config, config, folder, tokenizer)
     if not config.get("preprocess_cfg"):
         notes.append(
@@ -204,10 +192,10 @@ def _tokenizer(text: dict[str, Any], folder: Path | None, named: str | None) -> 
     """The tokenizer of this name, or the one beside the weights, or the one that the config names, or CLIP's."""
     is_beside = folder and any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     if named or is_beside:
-        return named_tokenizer(named or str(folder))
+        return pretrained.named_tokenizer(named or str(folder))
     name = text.get("hf_tokenizer_name")
     try:
-        return named_tokenizer(name) if name else clip_tokenizer()
+        return pretrained.named_tokenizer(name) if name else clip_tokenizer()
     except ValueError as error:
         raise ValueError(f"{error} Without the Hub, name a local tokenizer: --tokenizer FOLDER.") from error
 
@@ -272,7 +260,7 @@ def convert(
             f"to must be transformers or open_clip, got {to!r}. scripts/AFTER_TRAINING.md exports the towers to ONNX "
             "and says how other libraries read the model."
         )
-    own, other = (CONFIG, CONFIG_NAME) if to == "open_clip" else (CONFIG_NAME, CONFIG)
+    own, other = (pretrained.CONFIG, CONFIG_NAME) if to == "open_clip" else (CONFIG_NAME, pretrained.CONFIG)
     # Adapters beside a whole model would be added to it. Another model of the other format would lose its tokenizer,
     # whose files both formats share.
     is_beside = Path(source).resolve() == Path(target).resolve()
@@ -292,8 +280,8 @@ def convert(
 def _to_transformers(
     source: str | Path, target: str | Path, open_clip_model: str | None, tokenizer: str | None
 ) -> Iterator[str]:
-    if base := base_of_adapters(str(source)):
-        model, processor = load_pretrained(str(source))
+    if base := pretrained.base_of_adapters(str(source)):
+        model, processor = pretrained.load_model(str(source))
         merged = f"The adapters were merged into {base}. "
     else:
         model, processor, conversion = _loaded(source, open_clip_model, tokenizer)
@@ -317,7 +305,7 @@ def _to_transformers(
 def _to_open_clip(
     source: str | Path, target: str | Path, repository: str, max_text_tokens: int | None
 ) -> Iterator[str]:
-    model, processor = load_pretrained(str(source))
+    model, processor = pretrained.load_model(str(source))
     if max_text_tokens is not None:
         processor.tokenizer.model_max_length = max_text_tokens
     tensors, config = to_open_clip(model, processor, repository=repository)
@@ -332,27 +320,23 @@ def _to_open_clip(
             f"positions are left out. For longer texts, pass --max_text_tokens {positions}."
         )
     yield _compared(model, tensors, config)
-    write(target, tensors, config, processor.tokenizer)
+    pretrained.write(target, tensors, config, processor.tokenizer)
     yield f"The model of OpenCLIP was written to {target}; load it as 'local-dir:{target}'."
 
 
-def save_open_clip(folder: str | Path, model: PreTrainedModel, processor: Any, **options: Any) -> None:
+def save_open_clip(folder: str | Path, model: transformers.PreTrainedModel, processor: Any, **options: Any) -> None:
     """Writes a model of transformers in OpenCLIP's format; see `to_open_clip` for the other arguments."""
     tensors, config = to_open_clip(model, processor, **options)
-    write(folder, tensors, config, processor.tokenizer)
+    pretrained.write(folder, tensors, config, processor.tokenizer)
 
 
 # ---- Comparing ----
 
 
 def compare_formats(folder: str | Path) -> str:
-    """Compares the two models of a folder that holds both formats, and says how much their embeddings differ.
-
-    Raises:
-        ValueError: the embeddings differ.
-    """
-    model, _ = load_pretrained(str(folder))
-    return _compared(model, *read(folder)[:2])
+    """Says how much the embeddings of a folder's models in both formats differ; raises ValueError if it is too much."""
+    model, _ = pretrained.load_model(str(folder))
+    return _compared(model, *pretrained.read(folder)[:2])
 
 
 def _compared(model: Any, tensors: dict[str, Tensor], config: dict[str, Any]) -> str:
@@ -404,10 +388,9 @@ def differences(model: Any, tensors: dict[str, Any], config: dict[str, Any]) -> 
 
 
 def _fixed_inputs(config: Any, length: int | None) -> tuple[Tensor, Tensor]:
-    """Pixels [4, 3, S, S] and token ids [4, L] that are the same at every call, for a model's config.
+    """Pixels [4, 3, S, S] and token ids [4, L], always the same for a model's config; L is the ``length``, if given.
 
-    L is the length, by default that of the model's positions. Captions of CLIP end at different positions; those of
-    SigLIP fill their length.
+    Captions of CLIP end at different positions; those of SigLIP fill their length.
     """
     text, side = config.text_config, config.vision_config.image_size
     drawn, length = torch.Generator().manual_seed(0), length or text.max_position_embeddings

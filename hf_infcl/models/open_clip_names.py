@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoModel
 
 from ..files.text import listed
 from .open_clip_inputs import cleaning, is_of_clip, preprocess_config, refuse
@@ -304,7 +303,7 @@ def from_open_clip(tensors: dict[str, Any], config: dict[str, Any]) -> tuple[Any
     prefix = "text." if "text.positional_embedding" in weights else ""
     renamed = _renamed([(theirs, names, read) for theirs, names, read, _ in _rows(ours, prefix)], weights)
     dtypes = {tensor.dtype for tensor in renamed.values()}
-    model = AutoModel.from_config(ours).to(dtypes.pop() if len(dtypes) == 1 else torch.float32)
+    model = transformers.AutoModel.from_config(ours).to(dtypes.pop() if len(dtypes) == 1 else torch.float32)
     try:
         model.load_state_dict(renamed)
     except RuntimeError as error:
@@ -351,7 +350,7 @@ def _rows(config: Any, prefix: str) -> Iterator[tuple[list[str], list[str], Chan
     as_it_is = (Tensor.contiguous, Tensor.contiguous)
     scalars: tuple[Change, Change] = (lambda one: one.reshape((1,) if siglip else ()), lambda one: one.reshape(()))
     with torch.device("meta"):
-        names = AutoModel.from_config(config).state_dict().keys()
+        names = transformers.AutoModel.from_config(config).state_dict().keys()
     for ours in names:
         if ".k_proj." in ours or ".v_proj." in ours:  # which OpenCLIP has in one tensor with q_proj
             continue

@@ -13,19 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub import errors, hf_hub_download, snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoProcessor,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, cached_file, find_adapter_config_file
 
@@ -51,14 +43,13 @@ def is_of_open_clip(source: str, open_clip_model: str | None = None) -> bool:
     if open_clip_model is not None or path.is_file() or source.startswith(HUB):
         return True
     with suppress(Exception):  # of the Hub, or of a damaged file, which raises exceptions of any class
-        if "model_type" in PretrainedConfig.get_config_dict(source)[0]:
+        if "model_type" in transformers.PretrainedConfig.get_config_dict(source)[0]:
             return False
     if path.is_dir():
         return (path / CONFIG).is_file() or (any(path.glob("*.pt")) and not (path / CONFIG_NAME).is_file())
-    try:
+    with suppress(OSError, ValueError):  # there is no such file, repository or name, or no network
         return bool(hf_hub_download(source, CONFIG))
-    except (OSError, ValueError):  # there is no such file, repository or name, or no network
-        return False
+    return False
 
 
 def read(source: str | Path, open_clip_model: str | None = None) -> tuple[dict[str, Any], dict[str, Any], Path | None]:
@@ -150,9 +141,7 @@ def _weights(path: Path) -> dict[str, Any]:
     return loaded
 
 
-def write(
-    target: str | Path, tensors: dict[str, Tensor], config: dict[str, Any], tokenizer: PreTrainedTokenizerBase
-) -> None:
+def write(target: str | Path, tensors: dict[str, Tensor], config: dict[str, Any], tokenizer: Any) -> None:
     """Writes a folder that OpenCLIP loads as "local-dir:...", also beside the files of transformers."""
     folder = Path(target)
     folder.mkdir(parents=True, exist_ok=True)
@@ -177,13 +166,11 @@ def explained(checkpoint: str, *, needed: str = "", kind: str = "model") -> Iter
 
 
 def _newest_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint with a model in the folder of a training that has not written its final one.
-
-    A folder of this name is complete: it gets its name when all its files are written.
-    """
+    """The newest checkpoint with a model in the folder of a training that has not written its final one."""
     configs = (CONFIG_NAME, ADAPTER_CONFIG_NAME)  # of a whole model, and of adapters
     if any((folder / name).is_file() for name in configs):
         return None
+    # A folder of this name is complete: it gets its name when all its files are written.
     found = [path.parent for name in configs for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{name}")]
     return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
@@ -230,7 +217,7 @@ _OF_PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 _SHOWN = 3
 
 
-def load_pretrained(
+def load_model(
     checkpoint: str,
     *,
     dtype: torch.dtype | str = "auto",
@@ -263,16 +250,16 @@ def load_pretrained(
             model = _complete(base, dtype, new_weights, seed)
         except ValueError as error:
             raise ValueError(f"{checkpoint!r} holds adapters of {base!r}, which cannot be loaded. {error}") from error
-        model = with_trained_adapter(model, checkpoint)
+        model = _with_trained_adapter(model, checkpoint)
         model = model.merge_and_unload() if merges else model
     return model.eval(), _processor(checkpoint, base, model.config, tokenizer)
 
 
-def load_pretrained_readers(checkpoint: str, tokenizer: str | None = None) -> tuple[PretrainedConfig, Any]:
-    """The config of a dual encoder, or of that under adapters, and its processor; as `load_pretrained`."""
+def load_readers(checkpoint: str, tokenizer: str | None = None) -> tuple[transformers.PretrainedConfig, Any]:
+    """The config of a dual encoder, or of that under adapters, and its processor; as `load_model`."""
     base = base_of_adapters(checkpoint)
     with explained(base or checkpoint, needed=CONFIG_NAME):
-        config = AutoConfig.from_pretrained(base or checkpoint)
+        config = transformers.AutoConfig.from_pretrained(base or checkpoint)
     check_type_of_config(config, checkpoint)
     return config, _processor(checkpoint, base, config, tokenizer)
 
@@ -286,7 +273,7 @@ def _processor(checkpoint: str, base: str | None, config: Any, tokenizer: str | 
     if base is not None and not any(cached_file(checkpoint, name, **whether_or_not) for name in _OF_PROCESSORS):
         checkpoint = base
     with explained(checkpoint):
-        processor = AutoProcessor.from_pretrained(checkpoint)
+        processor = transformers.AutoProcessor.from_pretrained(checkpoint)
     if tokenizer is not None:
         new, rows = named_tokenizer(tokenizer), getattr(config.text_config, "vocab_size", None)
         if rows is not None:
@@ -301,11 +288,11 @@ def _processor(checkpoint: str, base: str | None, config: Any, tokenizer: str | 
 def named_tokenizer(name: str) -> Any:
     """The tokenizer in a folder, or of a Hub id; a ValueError says why it cannot be loaded."""
     with explained(name, kind="tokenizer"):
-        return AutoTokenizer.from_pretrained(name)
+        return transformers.AutoTokenizer.from_pretrained(name)
 
 
-def check_length(tokenizer: PreTrainedTokenizerBase, rows: int, *, exact: bool) -> None:
-    """Raises ValueError if the tokenizer has more tokens than the model, or with `exact` many fewer."""
+def check_length(tokenizer: Any, rows: int, *, exact: bool) -> None:
+    """Raises ValueError if the tokenizer has more tokens than the model, or with ``exact`` many fewer."""
     extra = set(tokenizer.added_tokens_encoder) - {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token}
     length = 1 + max(index for token, index in tokenizer.get_vocab().items() if token not in extra)
     if length > rows or (exact and length + _SPARE <= rows):
@@ -342,15 +329,8 @@ def base_of_adapters(checkpoint: str) -> str | None:
     return base
 
 
-def with_trained_adapter(base: PreTrainedModel, adapter: str) -> Any:
-    """The model with a trained adapter of peft, in which everything trains that the adapter's file holds.
-
-    That is the adapter, and what was trained beside it, such as ``logit_scale``.
-
-    Raises:
-        ValueError: peft is not installed, the adapter is not one of this model, or its file lacks tensors or holds some
-            that are not finite.
-    """
+def _with_trained_adapter(base: transformers.PreTrainedModel, adapter: str) -> Any:
+    """The model with an adapter of peft, and whatever its file holds trains, such as a ``logit_scale`` beside it."""
     try:
         import peft
     except ImportError:
@@ -378,15 +358,14 @@ def with_trained_adapter(base: PreTrainedModel, adapter: str) -> Any:
 
 def _complete(checkpoint: str, dtype: torch.dtype | str, new_weights: Sequence[str], seed: int) -> Any:
     with explained(checkpoint), torch.random.fork_rng(devices=()):  # it also draws what it reports as missing
-        model, report = AutoModel.from_pretrained(
+        model, report = transformers.AutoModel.from_pretrained(
             checkpoint, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
     state: dict[str, Tensor] = model.state_dict()
     # The tensors that the checkpoint lacks, or has in another shape. Whole numbers, such as position_ids, are no
     # weights: the model computes them.
     lacking = {name: "" for name in sorted(report["missing_keys"]) if state[name].is_floating_point()}
-    for name, shape, wanted in report["mismatched_keys"]:
-        lacking[name] = f" ({tuple(shape)} instead of {tuple(wanted)})"
+    lacking |= {name: f" ({tuple(has)} instead of {tuple(wanted)})" for name, has, wanted in report["mismatched_keys"]}
     named = {asked: [name for name in lacking if f"{name}.".startswith(f"{asked}.")] for asked in new_weights}
     new = {name for names in named.values() for name in names}
     _check_complete(checkpoint, model, {name: how for name, how in lacking.items() if name not in new}, report)
@@ -397,7 +376,7 @@ def _complete(checkpoint: str, dtype: torch.dtype | str, new_weights: Sequence[s
     if new:  # as in a model that is created from the config
         with torch.random.fork_rng(devices=()), torch.no_grad():
             torch.default_generator.manual_seed(seed)
-            created = AutoModel.from_config(model.config).state_dict()
+            created = transformers.AutoModel.from_config(model.config).state_dict()
             for name in new:
                 state[name].copy_(created[name])
     check_finite(checkpoint, state)

@@ -96,14 +96,11 @@ def fsdp_tower_methods(encoder: DualEncoder) -> Iterator[None]:
     Outside of the context, the methods must be those of the class: CLIP's forward calls them, and FSDP2 would release
     the parameters of the whole model after the first call.
     """
-    names = ("get_image_features", "get_text_features") if isinstance(encoder.model, FSDPModule) else ()
-    for name in names:
-        register_fsdp_forward_method(encoder.model, name)
-    try:
+    with contextlib.ExitStack() as stack:
+        for name in ("get_image_features", "get_text_features") if isinstance(encoder.model, FSDPModule) else ():
+            register_fsdp_forward_method(encoder.model, name)
+            stack.callback(delattr, encoder.model, name)
         yield
-    finally:
-        for name in names:
-            delattr(encoder.model, name)
 
 
 def failures_announced_unless_sharded(accelerator: Accelerator) -> contextlib.AbstractContextManager[None]:
