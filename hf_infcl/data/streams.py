@@ -21,7 +21,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from typing import Any, Literal
 
 import numpy as np
@@ -446,7 +445,7 @@ class StreamBatches(MicroBatches):
         lanes = stream.lanes or before["identity"].get("lanes", world_size * self._workers)
         self._order = SampleOrder(stream.seed, lanes, stream.shuffle_buffer, stream.open_shards)
         self._order.check_shares(world_size, self._workers)
-        self._identity = {"version": VERSION, **self._share.identity, **asdict(self._order)}
+        self._identity = {"version": VERSION, **self._share.identity, **self._order._asdict()}
         self._identity["sources"] = [
             [weight, len(group), digest([stream.shards[number].name for number in group]) + stream.left_out]
             for weight, group in zip(stream.weights, stream.groups, strict=True)

@@ -11,7 +11,6 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -367,8 +366,7 @@ class Piece(NamedTuple):
     stop: int | None = None
 
 
-@dataclass(frozen=True)
-class SampleOrder:
+class SampleOrder(NamedTuple):
     """The options that, together with the shards, determine the order of the samples."""
 
     seed: int
@@ -396,8 +394,7 @@ class SampleOrder:
         )
 
 
-@dataclass(frozen=True)
-class LaneSource:
+class LaneSource(NamedTuple):
     """The samples that one lane reads of one source."""
 
     shards: Sequence[Shard]
