@@ -24,7 +24,7 @@ from hf_infcl.card import Evaluation, Source
 from hf_infcl.card.cards import model_card
 from hf_infcl.card.facts import TrainingFacts
 from hf_infcl.cli.commands import PARSERS
-from hf_infcl.loss import contrastive, reference, several_positives
+from hf_infcl.loss import contrastive, objectives, reference
 
 # ---- The loss ----
 
@@ -50,13 +50,13 @@ def test_a_slightly_wrong_gradient_is_found(monkeypatch):
 
 
 def test_a_slightly_wrong_share_of_several_positives_is_found(monkeypatch):
-    right = several_positives._cross_entropies  # as above
+    right = objectives._cross_entropies  # as above
 
     def wrong(*args: Any) -> Any:
         loss, relative, share = right(*args)
         return loss, relative, 1.001 * share
 
-    monkeypatch.setattr(several_positives, "_cross_entropies", wrong)
+    monkeypatch.setattr(objectives, "_cross_entropies", wrong)
     failures = fuzz.rank_cases(0, 1, "cpu", range(100)).failures
     assert len(failures) > 10
     assert not [text for text in failures if "objective='sigmoid'" in text or "belonging=None" in text]

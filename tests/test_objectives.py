@@ -12,7 +12,7 @@ from hf_infcl import contrastive_loss
 from hf_infcl.card import Source
 from hf_infcl.card.cards import model_card
 from hf_infcl.card.facts import TrainingFacts
-from hf_infcl.loss import OBJECTIVES, one_positive, reference, several_positives
+from hf_infcl.loss import OBJECTIVES, reference
 from hf_infcl.loss.batch import Terms
 
 
@@ -29,10 +29,11 @@ def _twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Adds the objective "twice", which is twice the softmax loss."""
     softmax = reference.DEFINITIONS["softmax"]
     monkeypatch.setitem(reference.DEFINITIONS, "twice", lambda *cells: 2 * softmax(*cells))
+    once = OBJECTIVES["softmax"]
     row = replace(
-        OBJECTIVES["softmax"],
-        of_pairs=doubled(one_positive.softmax),
-        of_several_positives=doubled(several_positives.softmax),
+        once,
+        of_pairs=doubled(once.of_pairs),
+        of_several_positives=doubled(once.of_several_positives),
         products=8,
         largest_scale=2.0,
         words="twice the softmax",

@@ -13,8 +13,7 @@ process and B = W·b:
 | gather (CLIP) | all B×B | both gathered, no gradients | O(B·D) |
 
 `choose_exchange` decides which of the first three computes a ring. The words block, diagonal and log-odds are
-explained in `hf_infcl.kernels`. The losses in `hf_infcl.loss.one_positive` and `hf_infcl.loss.several_positives` pass
-the function that computes a block.
+explained in `hf_infcl.kernels`. The losses in `hf_infcl.loss.objectives` pass the function that computes a block.
 
 Transfers of the ring are point-to-point. Each one starts before the computation that hides it and is waited for
 afterwards. With NCCL, waiting only orders streams and never blocks the host. A single process is a ring of one, without
