@@ -80,7 +80,7 @@ class StoredTeacher:
     """
 
     def __init__(self, folders: Iterable[str | Path], data: Iterable[object], args: InfCLTrainingArguments) -> None:
-        opened = []
+        opened: list[StoredEmbeddings] = []
         for folder in map(Path, folders):
             parts = [] if (folder / RECORD).exists() else folder.glob(f"*/{RECORD}")
             opened += map(StoredEmbeddings, sorted(path.parent for path in parts) or [folder])
