@@ -21,9 +21,9 @@ from .strategies import Strategy, select_strategy
 
 # The largest matrix product, in multiplications n·m·D, for which the host may need longer to launch the kernels of a
 # loss than the GPU needs to run them. Launching took 2.3 to 3.7 ms, and losses of this size take 4 ms on one H100. With
-# several processes the host also launches the collectives, and losses of this size take 8 ms. Each block of a ring
-# takes the host 0.84 ms and its exchanges, and blocks of this size take 1.1 ms.
-RECORDED_WORK, RECORDED_WORK_OF_SEVERAL, RECORDED_WORK_OF_BLOCK = 320e9, 560e9, 80e9
+# several processes the host also launches the collectives, and losses of this size take 8 ms. A block of a ring of two
+# (eight) with 275e9 multiplications took 4.8 (5.7) ms with a slow host, and replayed 4.1 (3.7), on one H200.
+RECORDED_WORK, RECORDED_WORK_OF_SEVERAL, RECORDED_WORK_OF_BLOCK = 320e9, 560e9, 280e9
 
 _NO_SECOND_DERIVATIVE = (
     "contrastive_loss has no second derivative, so its backward cannot run with create_graph=True. For a gradient "
@@ -67,10 +67,10 @@ def contrastive_loss(
     because launching them takes longer than running them. Collectives run between the graphs. With n images on this
     process and m texts on all processes, a batch is small if n·m·D <= 3.2e11 on one process (25,000 pairs of 512
     dimensions) or <= 5.6e11 on several (23,385 pairs on each of two, 16,536 on each of four), and if texts are sent
-    around, <= 8e10 for each block (12,500 pairs on each process). The two latest recordings keep their memory: in bf16
-    about 12·n·D bytes, on several processes another 6·m·D, and up to 256 MiB of coefficients. That is 352 MiB for
-    16,384 pairs of 512 dimensions on one process, and 448 or 544 MiB for the same number on each of two or four. If
-    that memory is not available, nothing is recorded.
+    around, <= 2.8e11 for each block (23,385 pairs on each process). The two latest recordings keep their memory: in
+    bf16 about 12·n·D bytes, on several processes another 6·m·D, and up to 256 MiB of coefficients. That is 352 MiB for
+    16,384 pairs of 512 dimensions on one process, 448 or 544 MiB for the same number on each of two or four, and 684
+    MiB for 23,168 on each of eight that send texts around. If that memory is not available, nothing is recorded.
 
     Args:
         image_embeds: [n, D] fp32, bf16 or fp16, with the torch backend also fp64; n >= 1 may differ between processes.

@@ -11,8 +11,8 @@ import functools
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import zip_longest
 from typing import Any, Protocol
 
@@ -118,16 +118,8 @@ class Recording:
         # nothing, because other processes may record at another time. Its results are not used.
         with exchange.redirected(lambda collective: None):
             function(*self._inputs)
-        capture = _Capture()
-        # torch keeps a workspace of cuBLAS for each stream until all are cleared. Without the first call the graphs
-        # could write to one that was freed, since torch.compile clears all when it records graphs of its own. Without
-        # the second, one would hold memory of the pool after the recording is forgotten. There is no public function.
-        torch._C._cuda_clearCublasWorkspaces()
-        try:
-            with exchange.redirected(capture.interrupt), capture:
-                self._outputs = function(*self._inputs)
-        finally:
-            torch._C._cuda_clearCublasWorkspaces()
+        with capturing() as capture, exchange.redirected(capture.interrupt):
+            self._outputs = function(*self._inputs)
         self.graphs, self.collectives = capture.graphs, capture.collectives
 
     def _fill(self, tensors: Tensors) -> None:
@@ -136,7 +128,21 @@ class Recording:
                 recorded.copy_(tensor)
 
 
-class _Capture:
+@contextmanager
+def capturing() -> Iterator[Capture]:
+    """A context in which launched kernels are recorded."""
+    # torch keeps a workspace of cuBLAS for each stream until all are cleared. Without the first call the graphs could
+    # write to one that was freed, since torch.compile clears all when it records graphs of its own. Without the second,
+    # one would hold memory of the pool after the recording is forgotten. There is no public function.
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        with Capture() as capture:
+            yield capture
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+
+
+class Capture:
     """A context that records the kernels launched in it as graphs, with collectives between them.
 
     The graphs share one memory pool. This is safe because they are only replayed in this order, so the results of one
@@ -149,7 +155,7 @@ class _Capture:
         self._stream = torch.cuda.Stream()
         self._open: torch.cuda.graph | None = None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Capture:
         graph = torch.cuda.CUDAGraph()
         pool = self.graphs[0].pool() if self.graphs else None
         # With "thread_local" other threads may use the GPU during the recording.
@@ -157,6 +163,7 @@ class _Capture:
         capture.__enter__()
         self._open = capture
         self.graphs.append(graph)
+        return self
 
     def __exit__(self, *error: object) -> None:
         capture, self._open = self._open, None
@@ -166,8 +173,9 @@ class _Capture:
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # if a computation begins with a collective
             capture.__exit__(*error)
 
-    def interrupt(self, collective: Collective) -> None:
-        """Ends a graph before the collective and begins the next."""
+    def interrupt(self, collective: Collective | None = None) -> None:
+        """Ends a graph, before the collective, and begins the next."""
         self.__exit__(None, None, None)
-        self.collectives.append(collective)
+        if collective is not None:
+            self.collectives.append(collective)
         self.__enter__()

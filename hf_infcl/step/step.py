@@ -41,6 +41,7 @@ from .extensions import (
     value_of_term,
 )
 from .grad_cache import CachedWindow, Features, Fetcher, GraphBudget, undone
+from .recording import StepRecording
 from .terms import Context, DroppedPatches, KeptFeatures, PositiveCosines, TowerNorms, loss_of_window
 from .window import MicroBatch, Window, contents
 from .wrappers import DDP, make_wrapper
@@ -86,6 +87,7 @@ class WindowStep:
         self.wrapper = make_wrapper(model)
         self.compilation = LayerCompilation(context, record, self.wrapper, steps)
         self.graphs = GraphBudget(args.retain_graphs, args.device)
+        self.recording = StepRecording(context, wanted=steps > 0 and self.compilation.decided is None)
         self._fetcher = Fetcher(args.device) if args.offload_inputs else None
         self.term_parameters = term_parameters(self.extensions)  # what trains beside the model
         self.checks = NumberChecks(context, record, self.term_parameters, rows_of_dataset)
@@ -126,7 +128,7 @@ class WindowStep:
         self._phases.enter("the first pass", step)
         micro_batches, self._forwards = [MicroBatch() for _ in window.batches], 0
         passes = CachedWindow(
-            lambda micro_batch: self._encode(model, micro_batch, arriving),
+            lambda micro_batch: self._encode(model, micro_batch, arriving, alone=count == 1),
             micro_batches,
             device=args.device,
             retain=self.graphs.graphs(wrapper.most_graphs(count)),
@@ -226,7 +228,7 @@ class WindowStep:
         """
         self._forwards, parameters = 0, self.context.encoder.temperature_parameters
         with undone(self.wrapper, self.context.args.device), self.wrapper.gradient_sync(True):
-            features = self._encode(model, MicroBatch(), iter([dict(window.batches[-1])]))
+            features = self._encode(model, MicroBatch(), iter([dict(window.batches[-1])]), alone=False)
             total = torch.stack([one.float().sum() for one in (*features, *parameters)]).sum()
             if total.requires_grad:
                 self.context.accelerator.backward(total)
@@ -254,7 +256,9 @@ class WindowStep:
         """Announces errors, except under FSDP, where the other processes may be waiting within the same forward."""
         return failures_announced(repeats=repeats) if self.repeats else nullcontext()
 
-    def _encode(self, model: nn.Module, micro_batch: MicroBatch, arriving: Iterator[dict[str, Any]]) -> Features:
+    def _encode(
+        self, model: nn.Module, micro_batch: MicroBatch, arriving: Iterator[dict[str, Any]], alone: bool
+    ) -> Features:
         """Image and text embeddings of a micro-batch, [images, D] and [texts, D], normalised; in both passes.
 
         The first time, it also computes what the terms compare them with.
@@ -276,7 +280,8 @@ class WindowStep:
         forward: Callable[..., object] = model
         if self._asks and len(images_of(inputs)) == len(inputs["input_ids"]) and not inputs.get(NO_TEXTS):
             forward, self._asks = asked_for_loss(self.context, model), False
-        embeds: Features = self.context.encoder.embed(forward, inputs, frozen_outputs)
+        encode = self.recording.encode if alone and forward is model else self.context.encoder.embed
+        embeds: Features = encode(forward, inputs, frozen_outputs)
         if micro_batch.references is None:
             micro_batch.references = [term.reference(inputs, frozen_outputs or {}) for term in self._terms]
         return embeds
@@ -394,6 +399,7 @@ class WindowStep:
         """Leaves the model as it was before the training, but for its weights."""
         for extension in self.extensions:
             extension.close()
+        self.recording.forget()
 
 
 def _make_extensions(context: Context) -> Iterator[Extension]:

@@ -31,6 +31,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "text_config": tower(768, 3072, 12, 12, max_position_embeddings=77),
         "projection_dim": 768,
     },
+    "small": {  # of the corpus in `real_pairs`
+        "vision_config": tower(320, 1280, 7, 5, patch_size=8, image_size=64),
+        "text_config": tower(320, 1280, 3, 5, vocab_size=8192, eos_token_id=8191, max_position_embeddings=77),
+        "projection_dim": 256,
+    },
     "tiny": {
         "vision_config": tower(16, 32, 1, 2, patch_size=8, image_size=16),
         "text_config": tower(16, 32, 1, 2, max_position_embeddings=8),

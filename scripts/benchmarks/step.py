@@ -1,11 +1,8 @@
 """Time and memory of a training step of a CLIP: bf16 autocast, sdpa, fused AdamW, random weights.
 
-    python scripts/benchmark.py step
     python scripts/benchmark.py step --micro-batch-size 256 --accumulation-steps 4 --compile Trainer
     python scripts/benchmark.py step --micro-batch-size 256 --accumulation-steps 4 16 --text-tokens 24 77 \\
         --implementations 'hf_infcl by default' 'OpenCLIP accumulation' --compile
-    python scripts/benchmark.py step --micro-batch-size 256 --accumulation-steps 4 --compile \\
-        --patch-dropout 0 0.5 0.75 --image-size 112 160 224
     torchrun --nproc-per-node 4 scripts/benchmark.py step --global-batch-sizes 32768 131072 --micro-batch-size 256
 
 Without --global-batch-sizes, InfCLTrainer is measured beside the plain Trainer, which computes a loss for each

@@ -59,9 +59,7 @@ class Run:
     size: str = "small"  # a key of `SIZES`
     wrong: str = "0.0"  # the share of the pairs with the captions of others, or "titles": also those of collections
     oracle: bool = False  # pairs with wrong captions are removed before the training
-    cleaned: float = (
-        0.0  # removed are pairs that the ledger of a training on all, or of the base, calls so probably wrong
-    )
+    cleaned: float = 0.0  # the p_wrong, in the ledger of a training on all or of the base, from which pairs are removed
     taught_by: str = ""  # the teacher whose stored embeddings are learned
     weight: float = 0.0  # of the teacher
     side: str = "both"  # that it teaches: "image", "text" or "both"

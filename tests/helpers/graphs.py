@@ -38,12 +38,14 @@ class Tape(TorchDispatchMode):
 
 @contextmanager
 def on_a_cpu() -> Iterator[None]:
-    """Makes `hf_infcl.loss.cuda_graphs` record tapes within the context."""
+    """Makes `hf_infcl.loss.cuda_graphs` and `hf_infcl.step.recording` record tapes within the context."""
+    stream = mock.Mock()
     stand_ins = {
         "CUDAGraph": Tape,
         "graph": lambda tape, **options: tape,
-        "Stream": lambda: None,
-        "current_stream": lambda device: 0,
+        "Stream": lambda: stream,
+        "current_stream": lambda device=None: stream,
+        "stream": lambda stream: nullcontext(),
         "is_current_stream_capturing": lambda: False,
         "device_of": lambda tensor: nullcontext(),
     }

@@ -1,0 +1,190 @@
+"""Steps that are replayed as CUDA graphs: the same weights, and what is computed as it is."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from helpers import graphs, models
+from helpers.trainers import StopAt, parameters, trained, trainer_for
+from torch.utils.data import default_collate
+from transformers import TrainerCallback
+
+from hf_infcl import InfCLTrainer
+from hf_infcl.models.dual_encoder import NO_MASK
+from hf_infcl.step import compilation, recording
+
+STEPS = 7
+ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(params=["cpu", ON_GPU])
+def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Steps are recorded after two of the same shapes; receives the recordings. On a CPU tapes stand for graphs."""
+    monkeypatch.setattr(recording, "PATIENCE", 2)
+    found: list[Any] = []
+
+    class Noted(recording._Recording):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            found.append(self)
+
+    monkeypatch.setattr(recording, "_Recording", Noted)
+    if request.param == "cuda":
+        yield found
+        return
+    monkeypatch.setattr(recording, "may_compile", lambda args: args.torch_compile is None)
+    memory = {
+        "max_memory_allocated": lambda device: 1,
+        "get_device_properties": lambda device: SimpleNamespace(total_memory=100),
+    }
+    with graphs.on_a_cpu(), mock.patch.multiple(torch.cuda, **memory):
+        yield found
+
+
+def unmasked(rows: Any) -> dict[str, Any]:
+    """A batch as the training's collator makes it for a GPU, of texts that need no mask."""
+    return {**default_collate(rows), NO_MASK: True}
+
+
+def run(folder: Any, model: Any = None, resume: Any = None, **options: Any) -> InfCLTrainer:
+    defaults = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 1,
+        "data_collator": unmasked,
+        "use_cpu": not torch.cuda.is_available(),
+        "optim": "adamw_torch",
+        "data": models.Pairs(64),
+    }
+    return trained(trainer_for(folder, models.clip() if model is None else model, **defaults | options), resume)
+
+
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [
+        (models.clip, {}),
+        (models.siglip, {}),
+        (models.clip, {"max_grad_norm": 0.1, "bf16": True}),
+        (models.clip, {"freeze_layers": 1}),
+        (lambda: models.siglip(dropout=0.2), {}),
+    ],
+    ids=["clip", "siglip", "bf16", "frozen-layers", "dropout"],
+)
+def test_replayed_steps_compute_the_same(tmp_path, made, build, options):
+    expected = run(tmp_path, build(), **options, torch_compile=False)
+    assert not made
+    trainer = run(tmp_path, build(), **options)
+    assert len(made) == 1
+    assert torch.equal(parameters(trainer), parameters(expected))
+    losses = [[log["loss"] for log in one.state.log_history if "loss" in log] for one in (trainer, expected)]
+    assert losses[0] == losses[1]
+    assert not trainer.window_step.recording._recordings, "they would keep memory"
+
+
+def test_a_resume_equals_the_run_without_interruption(tmp_path, made):
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 8}
+    expected = run(tmp_path / "a", **saving)
+    run(tmp_path / "b", **saving, callbacks=[StopAt(4)])
+    resumed = run(tmp_path / "b", None, str(tmp_path / "b" / "checkpoint-4"), **saving)
+    assert len(made) == 3
+    assert torch.equal(parameters(resumed), parameters(expected))
+
+
+@pytest.mark.parametrize("made", [ON_GPU], indirect=True)
+def test_compiled_layers_are_recorded(tmp_path, monkeypatch, made):
+    monkeypatch.setattr(compilation, "ENOUGH", 0.0)
+    recorded = run(tmp_path, bf16=True)
+    assert recorded.window_step.compilation.decided == compilation.LAYERS
+    assert len(made) == 1
+    monkeypatch.setattr(recording, "PATIENCE", STEPS)
+    assert torch.equal(parameters(recorded), parameters(run(tmp_path, bf16=True)))
+    assert len(made) == 1
+
+
+def masked(rows: Any) -> dict[str, Any]:
+    """A batch whose texts need their mask, which leaves out a token in the middle."""
+    batch = default_collate(rows)
+    batch["attention_mask"][:, 1] = 0
+    return batch
+
+
+def hooked(model: Any) -> None:
+    model.visual_projection.register_forward_hook(lambda module, inputs, output: None)
+
+
+class Moves(TrainerCallback):
+    """Gives all parameters new memory after each step, as a callback may do that swaps weights."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+            self.kept = [*getattr(self, "kept", []), parameter.data]  # no later one gets the same memory
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"data_collator": masked},
+        {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+        {"gradient_checkpointing": True},
+        {"freeze": "text"},
+        {"prepare": hooked},
+        {"patch_dropout": 0.5},
+        {"callbacks": [Moves()]},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_what_a_replay_would_not_see_is_computed_as_it_is(tmp_path, made, options):
+    prepare = options.get("prepare", lambda model: None)
+    runs = []
+    for more in ({}, {"torch_compile": False}):
+        prepare(model := models.clip())
+        runs.append(run(tmp_path, model, **{n: v for n, v in options.items() if n != "prepare"}, **more))
+    assert not made
+    assert torch.equal(*map(parameters, runs))
+
+
+def test_gradients_that_are_there_are_added_to(tmp_path, made, monkeypatch):
+    monkeypatch.setattr(torch.nn.Module, "zero_grad", keeps_gradients)
+    expected = run(tmp_path, torch_compile=False)
+    assert torch.equal(parameters(run(tmp_path)), parameters(expected))
+
+
+def keeps_gradients(model: Any, set_to_none: bool = True) -> None:
+    """Trainer's call after each step, here without an effect after odd ones."""
+    model.calls = getattr(model, "calls", 0) + 1
+    for parameter in model.parameters() if model.calls % 2 else ():
+        parameter.grad = None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_large_steps_and_failures_go_on_as_they_are(tmp_path, made, monkeypatch, caplog, fails):
+    def record(*args: Any) -> None:
+        raise torch.AcceleratorError("operation not permitted")
+
+    if fails:
+        monkeypatch.setattr(recording, "_Recording", record)
+    else:
+        monkeypatch.setattr(recording, "SHARE", 0.0)
+    assert torch.equal(parameters(run(tmp_path)), parameters(run(tmp_path, torch_compile=False)))
+    assert not made
+    assert caplog.text.count("not replayed as CUDA graphs: operation not permitted") == fails
+
+
+def test_each_of_two_lengths_is_recorded(tmp_path, made):
+    def alternating(rows: Any) -> dict[str, Any]:
+        lengths.append(models.LENGTH - len(lengths) % 3)
+        batch = unmasked(rows)
+        texts = {name: batch[name][:, -lengths[-1] :] for name in ("input_ids", "attention_mask")}
+        return {**batch, **texts}
+
+    def weights(**options: Any) -> Any:
+        lengths.clear()
+        return parameters(run(tmp_path, data_collator=alternating, max_steps=12, data=models.Pairs(96), **options))
+
+    lengths: list[int] = []
+    assert torch.equal(weights(), weights(torch_compile=False))
+    assert [one.inputs[1].shape[1] for one in made] == [models.LENGTH, models.LENGTH - 1]
