@@ -247,9 +247,9 @@ def to_rgb(image: Image.Image) -> np.ndarray:
         return np.array(image)
     from transformers.image_transforms import convert_to_rgb  # fails with a torchvision of another torch
 
-    returns_arrays = "return_numpy" in inspect.signature(convert_to_rgb).parameters
-    options: dict[str, Any] = {"return_numpy": True} if returns_arrays else {}
-    return np.array(convert_to_rgb(image, **options))
+    if "return_numpy" in inspect.signature(convert_to_rgb).parameters:
+        return np.array(convert_to_rgb(image, return_numpy=True))
+    return np.array(convert_to_rgb(image))
 
 
 @cache

@@ -96,7 +96,7 @@ class Table:
         """
         try:
             if (saved := self._saved) is None:
-                splits = [str(split) for split in self._builder.config.data_files or self._builder.info.splits or ()]
+                splits = [*(self._files or map(str, self._builder.info.splits or ()))]
             else:
                 splits = list(saved) if isinstance(saved, dict) else [str(saved.split or "test")]
         except (OSError, ValueError):  # `load` meets it again
@@ -123,27 +123,32 @@ class Table:
     def _builder(self) -> Any:
         return dataset_builder(self._source, self._name)
 
+    @cached_property
+    def _files(self) -> dict[str, list[str]]:
+        """The files of each split, of data that has files."""
+        return {str(split): [*map(str, files)] for split, files in (self._builder.config.data_files or {}).items()}
+
     def _load_files(self, split: str, image_column: str) -> datasets.Dataset:
         import datasets
         from huggingface_hub.errors import HFValidationError
 
         source = self._source
         try:
-            builder = self._builder
-            files = builder.config.data_files or {}
-            separator = _separator([str(file) for of_split in files.values() for file in of_split])
-            if separator not in (None, ",") and builder.info.builder_name == "imagefolder":
+            builder, kind = self._builder, self._builder.info.builder_name
+            separator = _separator([*itertools.chain(*self._files.values())])
+            if separator not in (None, ",") and kind == "imagefolder":
                 raise ValueError(f"its metadata.csv separates the columns by {separator!r}. Write it with commas.")
-            if separator and builder.info.builder_name == "csv":
+            if separator and kind == "csv":
                 builder = dataset_builder(source, self._name, sep=separator, **opening.NONE_IS_TEXT)
-            if separator and builder.info.builder_name == "imagefolder":
+            if separator and kind == "imagefolder":
                 builder = opening.image_folder_builder(source, self._name)
-            if builder.info.builder_name == "webdataset":
-                return _of_tar_files(files, split, image_column)
+            if kind == "webdataset":
+                return _of_tar_files(self._files, split, image_column)
             builder.download_and_prepare()
             rows = builder.as_dataset(split=split)
-            _check_no_pairs_of_files(rows, files, split)
-            return _with_whole_paths(rows, files, source, split, find_column("image", rows.features, image_column))
+            files = [file for name in split_names(split) for file in self._files.get(name, ())]
+            _check_no_pairs_of_files(rows, files)
+            return _with_whole_paths(rows, files, find_column("image", rows.features, image_column))
         except (ConnectionError, FileNotFoundError, HFValidationError) as error:
             raise ValueError(not_there("There is no dataset", source, error)) from error
         except (ValueError, StopIteration, datasets.exceptions.DatasetGenerationError) as error:
@@ -156,8 +161,8 @@ class Table:
         within = None if isinstance(error, ValueError) else error.__cause__  # the outer error gives no reason
         cause = str(within or error).strip()
         if isinstance(within, UnicodeDecodeError):
-            every = map(str, itertools.chain(*(self._builder.config.data_files or {}).values()))
-            cause = f"{Url(next(filter(_is_not_utf_8, every), self._source))!r} is not UTF-8: {within}"
+            file = next(filter(_is_not_utf_8, itertools.chain(*self._files.values())), self._source)
+            cause = f"{Url(file)!r} is not UTF-8: {within}"
         if re.search(r"changed from (string to array|array to string)", cause):  # in the metadata of images
             cause = f"{cause.rstrip('.')}. Where some rows have a list, such as several captions, write a list in "
             cause += "every row."
@@ -186,12 +191,11 @@ def _selected(tables: Mapping[str, datasets.Dataset], split: str) -> datasets.Da
     return datasets.concatenate_datasets(parts, split=datasets.NamedSplit(split))
 
 
-def _check_no_pairs_of_files(rows: datasets.Dataset, files: Mapping[str, Sequence[str]], split: str) -> None:
+def _check_no_pairs_of_files(rows: datasets.Dataset, files: Sequence[str]) -> None:
     """Raises a ValueError if the rows are of text files that lie beside images of the same names."""
     if rows.info.builder_name not in ("text", "json"):
         return
-    looked_at = map(str, files.get(split.partition("[")[0], ())[:_LOOKED_AT])
-    for file, kind in itertools.product(looked_at, sorted(IMAGE_EXTENSIONS)):
+    for file, kind in itertools.product(files[:_LOOKED_AT], sorted(IMAGE_EXTENSIONS)):
         if os.path.isfile(image := f"{posixpath.splitext(file)[0]}.{kind}"):
             raise ValueError(
                 f"{os.path.basename(image)} lies beside {os.path.basename(file)}, but captions of a folder are not "
@@ -208,10 +212,10 @@ def _of_tar_files(files: Mapping[str, Sequence[str]], split: str, image_column: 
     tables: dict[str, datasets.Dataset] = {}
     for name in dict.fromkeys(split_names(split)):
         if name not in files:
-            raise ValueError(f"there is no such split. Its splits are {[str(known) for known in files]}.")
-        if wrong := [Url(file) for file in files[name] if not str(file).endswith(".tar")]:
+            raise ValueError(f"there is no such split. Its splits are {[*files]}.")
+        if wrong := [Url(file) for file in files[name] if not file.endswith(".tar")]:
             raise ValueError(f"{wrong[0]!r} is compressed. Compressed tar files have to be unpacked once to .tar.")
-        local = datasets.DownloadManager().download([str(file) for file in files[name]])
+        local = datasets.DownloadManager().download(files[name])
         tables[name] = tar_table(list(zip(local, map(Url, files[name]), strict=True)), image_column, name)
     return _selected(tables, split)
 
@@ -263,30 +267,23 @@ def _separator_of(file: str) -> str | None:
     return separator
 
 
-def _with_whole_paths(
-    rows: datasets.Dataset, files: Mapping[str, Sequence[str]], source: str, split: str, image_column: str
-) -> datasets.Dataset:
-    """The rows with the relative paths of their images joined to the folder of the files, if they are relative to it.
-
-    ``files`` are the paths of the files of each split.
-    """
+def _with_whole_paths(rows: datasets.Dataset, files: Sequence[str], image_column: str) -> datasets.Dataset:
+    """The rows, with the paths of their images joined to the folder of the files, if they are relative to it."""
     import datasets
 
-    feature = rows.features.get(image_column)
-    formats, encoded = ("parquet", "csv", "json"), is_value(feature, "binary", "large_binary")
-    if rows.info.builder_name not in formats or not holds_images(feature) or encoded:
+    kind, feature = rows.info.builder_name, rows.features.get(image_column)
+    is_encoded = is_value(feature, "binary", "large_binary")
+    if kind not in ("parquet", "csv", "json") or not holds_images(feature) or is_encoded:
         return rows
     images = rows.cast_column(image_column, datasets.Image(decode=False))
     relative = list(itertools.islice(_relative_paths(images, image_column), _LOOKED_FOR))
-    folders = sorted({posixpath.dirname(str(file)) for name in split_names(split) for file in files.get(name, ())})
-    if not relative or not folders:
-        return rows
-    if rows.info.builder_name != "parquet" and not _are_beside(relative, folders, source, split):
+    folders = sorted({*map(posixpath.dirname, files)})
+    if not relative or not folders or (kind != "parquet" and not _are_beside(relative, folders)):
         return rows
     if len(folders) > 1:
         raise ValueError(
-            f"The files of the split {split!r} of {source!r} lie in several folders, so that it is not known to which "
-            f"of them the path of the image {relative[0]!r} is relative. Use absolute paths, or one folder."
+            "its files lie in several folders, so that it is not known to which of them the path of the image "
+            f"{relative[0]!r} is relative. Use absolute paths, or one folder."
         )
     (folder,) = folders
 
@@ -303,7 +300,7 @@ def split_names(split: str) -> list[str]:
     return [part.partition("[")[0].strip() for part in split.split("+")]
 
 
-def _are_beside(paths: Sequence[str], folders: Sequence[str], source: str, split: str) -> bool:
+def _are_beside(paths: Sequence[str], folders: Sequence[str]) -> bool:
     """Whether images are relative to one of the folders, not to the working folder.
 
     Raises:
