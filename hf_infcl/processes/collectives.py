@@ -269,11 +269,7 @@ def failures_announced(*, repeats: bool = False) -> Iterator[None]:
 
 
 def by_rank(texts: Sequence[str]) -> str:
-    """Joins the texts of all processes, each with its ranks. Empty texts are left out, and equal texts are merged.
-
-    Args:
-        texts: in the order of the ranks.
-    """
+    """Joins the texts of all ranks, in their order, each with its ranks. Empty ones are left out, equal ones merged."""
     ranks_of: dict[str, list[int]] = {}
     for rank, said in enumerate(texts):
         if said:
@@ -334,13 +330,10 @@ class AnnouncingDataLoader:
         self._workers = _EarlyLoader(dataloader.base_dataloader if self._is_of_accelerate else dataloader)
 
     def begin(self) -> None:
-        """Starts the workers of the next iteration, and does not wait for a batch of theirs.
-
-        Workers that need random numbers in common start when the first batch is asked for.
-        """
+        """Starts the workers of the next iteration, and does not wait for a batch of theirs."""
         with failures_announced():
             if self._is_of_accelerate:
-                if self._dataloader.rng_types:  # accelerate first makes all processes shuffle alike
+                if self._dataloader.rng_types:  # accelerate makes all processes shuffle alike before the first batch
                     return
                 self._dataloader.set_epoch(self._dataloader.iteration)  # as accelerate does for the first batch
             self._workers.begin()

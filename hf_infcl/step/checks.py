@@ -1,7 +1,4 @@
-"""Looks at the loss and gradient of each window, so that windows which must not change the weights do not.
-
-Every process decides by the same numbers, so all of them skip the same windows.
-"""
+"""Looks at the loss and gradient of each window, so that windows which must not change the weights do not."""
 
 import inspect
 import math
@@ -32,7 +29,7 @@ RowsOfDataset = Callable[[Sequence[tuple[int, int]]], list[int]]
 
 
 class NumberChecks:
-    """The checks of a training, which decide which windows are skipped. Every process gets the same answers.
+    """The checks of a training. Every process decides by the same numbers, so all of them skip the same windows.
 
     A skipped window changes no weight, no buffer, no optimizer and no schedule.
 
@@ -149,13 +146,7 @@ class NumberChecks:
         return of_all_ranks(" and ".join(parts))
 
     def refuse(self, problem: str) -> None:
-        """Skips the present window, or ends the training if as many as are allowed were skipped just before it.
-
-        ``problem`` is a sentence that says which numbers are not finite.
-
-        Raises:
-            ValueError: no more windows may be skipped.
-        """
+        """Skips the present window, or ends the training if as many as are allowed were skipped just before it."""
         self.undo()
         if self._in_a_row >= self._most:
             before = f" Steps skipped just before it: {self._in_a_row}." if self._in_a_row else ""
@@ -245,34 +236,31 @@ def asked_for_loss(context: Context, forward: Callable[..., object]) -> Callable
 
     The trainer would not train that. The forwards of transformers compute the contrastive loss alone.
     """
-    encoder, kind = context.encoder, type(context.encoder.base)
+    encoder, name = context.encoder, type(context.encoder.base).__name__
     parameters = inspect.signature(encoder.base.forward).parameters.values()
-    of_transformers = any(one.__module__.startswith("transformers.") for one in kind.__mro__)
+    of_transformers = any(one.__module__.startswith("transformers.") for one in type(encoder.base).__mro__)
     takes = any(p.name == "return_loss" or (of_transformers and p.kind == p.VAR_KEYWORD) for p in parameters)
 
     def asking(**inputs: Any) -> object:
         output = forward(**inputs, **({"return_loss": True} if takes else {}))
-        if (loss := part_of(output, "loss")) is not None:
-            images, texts = (embeds.detach() for embeds in embeds_of(output, encoder.base))
-            _compare_losses(context, loss.detach().mean(), images, texts)
+        if (loss := part_of(output, "loss")) is None:
+            return output
+        with torch.no_grad():
+            own, embeds = loss.mean(), (one.detach() for one in embeds_of(output, encoder.base))
+            given = (*embeds, *encoder.scale_and_bias())
+            losses = {one: local_contrastive_loss(*given, objective=one).item() for one in OBJECTIVES}
+        tolerance = 1e-3 if context.accelerator.mixed_precision == "no" and own.dtype == torch.float32 else 0.03
+        if not any(math.isclose(own.item(), loss, rel_tol=tolerance) for loss in losses.values()):
+            raise ValueError(
+                f"The forward of {name} computes a loss of its own: {own.item():.5g} for the first micro-batch, whose "
+                f"contrastive loss is {losses[context.objective]:.5g}. InfCLTrainer would not train it: write a "
+                "LossTerm (hf_infcl.step.extensions), let forward return no loss, or use transformers.Trainer."
+            )
+        if Processes().rank == 0:
+            logger.warning_once(
+                f"InfCLTrainer takes only the embeddings of {name}'s own forward, whose loss is the contrastive loss "
+                "of the first micro-batch. What it adds to its loss later is not trained; write that as a LossTerm."
+            )
         return output
 
     return asking
-
-
-@torch.no_grad()
-def _compare_losses(context: Context, own: Tensor, images: Tensor, texts: Tensor) -> None:
-    name, scale_and_bias = type(context.encoder.base).__name__, context.encoder.scale_and_bias()
-    losses = {one: local_contrastive_loss(images, texts, *scale_and_bias, objective=one).item() for one in OBJECTIVES}
-    tolerance = 1e-3 if context.accelerator.mixed_precision == "no" and own.dtype == torch.float32 else 0.03
-    if not any(math.isclose(own.item(), loss, rel_tol=tolerance) for loss in losses.values()):
-        raise ValueError(
-            f"The forward of {name} computes a loss of its own: {own.item():.5g} for the first micro-batch, whose "
-            f"contrastive loss is {losses[context.objective]:.5g}. InfCLTrainer would not train it: write a LossTerm "
-            "(hf_infcl.step.extensions), let forward return no loss, or use transformers.Trainer."
-        )
-    if Processes().rank == 0:
-        logger.warning_once(
-            f"InfCLTrainer takes only the embeddings of {name}'s own forward, whose loss is the contrastive loss of "
-            "the first micro-batch. What it adds to its loss later is not trained; write that as a LossTerm."
-        )

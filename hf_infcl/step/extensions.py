@@ -205,7 +205,7 @@ def checked_state(extension: Extension) -> dict[str, Any]:
 
 def _is_readable(value: object) -> bool:
     if isinstance(value, dict):
-        return all(map(_is_readable, (*value.keys(), *value.values())))
+        value = (*value.keys(), *value.values())
     if isinstance(value, (list, tuple)):
         return all(map(_is_readable, value))
     return value is None or isinstance(value, (Tensor, int, float, str))

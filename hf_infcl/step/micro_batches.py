@@ -125,12 +125,9 @@ def find_micro_batches(
     if not (args.divides_by_itself or args.texts_at_once == "auto" or tries_graphs):
         return
     # A worker loads a batch where the training has workers: a generator of the dataset's own then stays where it was.
-    workers, args.dataloader_num_workers = args.dataloader_num_workers, min(1, args.dataloader_num_workers)
-    try:
-        with failures_announced(), random_state_kept(args.device):
-            batch: Any = next(iter(batches_of()), None)
-    finally:
-        args.dataloader_num_workers = workers
+    one_worker = patch.object(args, "dataloader_num_workers", min(1, args.dataloader_num_workers))
+    with failures_announced(), random_state_kept(args.device), one_worker:
+        batch: Any = next(iter(batches_of()), None)
     if not all(read for (read,) in Processes().agree([batch is not None])):  # which the training will say
         return
     with failures_announced():
@@ -169,17 +166,17 @@ def largest_that_fits(attempt: Attempt, trial: Trial, name: str, candidates: Seq
     Graphs are many, and what is left of the memory says how many more fit: they are tried from the first one on. Of
     other fields the largest one is tried first, and then the middle of those that are left. Collective.
     """
-    fits, fails, of_first = 0, len(candidates), 0  # all before the one fit, and none from the other on
-    index = 0 if name == "graphs" else fails - 1
+    fits, fails, of_first, are_graphs = 0, len(candidates), 0, name == "graphs"
+    index = 0 if are_graphs else fails - 1  # all before `fits` fit, and none from `fails` on
     while fits < fails:
         more = None
         try:
             taken, left = attempt(trial._replace(**{name: candidates[index]}))
             fits = index + 1
-            if name == "graphs" and index == 0:
+            if are_graphs and index == 0:
                 # An upper bound, which includes the texts of several micro-batches, so that one more is always tried.
                 of_first, more = taken, max(1, left // max(1, taken))
-            elif name == "graphs":
+            elif are_graphs:
                 more = left // max(1, (taken - of_first) // index)
         except torch.OutOfMemoryError:
             fails = index

@@ -399,23 +399,21 @@ class ExactContrastiveLoss(nn.Module):
         if len(empty := (of_rows.sum(1) == 0).nonzero()):
             raise ValueError(f"Row {int(empty[0])} of column {column} is a text without a token: leave it out.")
         places = torch.arange(width)
-        starts = torch.where(of_rows.bool(), places, width).amin(1)
         ends = torch.where(of_rows.bool(), places + 1, 0).amax(1)
         model = getattr(wrapper.unwrapped[0], "auto_model", None)  # of transformers; None behind a Router, of several
         counts_mask = model is not None and model.config.model_type in _POSITIONS_FROM_MASK
         takes_positions = model is not None and "position_ids" in inspect.signature(model.forward).parameters
         # Padding before a text may go if the positions of its tokens stay what they were.
         may_trim = "prompt_length" not in features and (counts_mask or takes_positions)
-        trims_left = bool(starts.max()) and may_trim
-        extent = ends - starts if trims_left else ends
+        starts = torch.where(of_rows.bool(), places, width).amin(1) if may_trim else torch.zeros_like(ends)
+        extent = ends - starts
         by_length = extent.argsort(descending=True, stable=True)
         first = 0
         while first < rows:
             longest = int(extent[by_length[first]])
             chosen = by_length[first : first + (size or max(1, tokens // longest))]
             first += len(chosen)
-            start = int(starts[chosen].min()) if trims_left else 0
-            stop = int(ends[chosen].max())
+            start, stop = int(starts[chosen].min()), int(ends[chosen].max())
             inputs = {
                 name: value[chosen.to(value.device), start:stop] if name in _OF_TOKENS else value
                 for name, value in features.items()
@@ -428,5 +426,4 @@ class ExactContrastiveLoss(nn.Module):
 
 def _columns(features: Tensor, order: Tensor, rows: int) -> list[list[Tensor]]:
     """The embeddings of each column, [rows, D], from those of all mini-batches one after another."""
-    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
-    return [[column] for column in features[inverse.to(features.device)].split(rows)]
+    return [[column] for column in features[order.argsort().to(features.device)].split(rows)]

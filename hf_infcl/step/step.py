@@ -70,7 +70,11 @@ class WindowStep:
     ) -> None:
         args = context.args
         self.windows, self._asks = 0, False  # that were trained; whether the next forward is asked for its loss
-        self.extensions = [*_make_extensions(context), *context.extensions]
+        encoder, start = context.encoder, context.start
+        own: list[Extension] = [DroppedPatches(encoder, args.patch_dropout)] if args.patch_dropout else []
+        if start is not None and args.keep_features:
+            own.append(KeptFeatures(start, context.accelerator, args.keep_features))
+        self.extensions = [*own, TowerNorms(encoder), PositiveCosines(), *context.extensions]
         check_names(self.extensions)
         self._changes, self._selections = of_kind(self.extensions, StepChange), of_kind(self.extensions, PairSelection)
         self._terms, self._observers = of_kind(self.extensions, LossTerm), of_kind(self.extensions, StepObserver)
@@ -84,6 +88,7 @@ class WindowStep:
         # remembers what it has seen, nor, among several processes, within the loss and the backward of the last
         # micro-batch, where other processes wait for what this one sends.
         self.may_repeat = self.repeats
+        self._together = False  # whether all processes repeat the present step if memory runs out on one of them
         self.wrapper = make_wrapper(model)
         self.compilation = LayerCompilation(context, record, self.wrapper, steps)
         self.graphs = GraphBudget(args.retain_graphs, args.device)
@@ -95,9 +100,9 @@ class WindowStep:
         self._resumes = record is not None and isinstance(self.wrapper, DDP) and args.world_size > 2
         if isinstance(self.wrapper, DDP) and args.ddp_broadcast_buffers is None:
             # Buffers that never change need no exchange, and a process that fails before it would block the others.
-            self.wrapper.model.broadcast_buffers = bool(context.encoder.batch_norms())
+            self.wrapper.model.broadcast_buffers = bool(encoder.batch_norms())
         if not any((getattr(args, f"{name}_kwargs", None) or {}).get("use_reentrant") for name in CHECKPOINTING):
-            context.encoder.stop_gradients_at_frozen_layers()
+            encoder.stop_gradients_at_frozen_layers()
         self._largest_scale = _largest_scale(context, warns=steps > 0)
         self._scale = math.inf  # of the scaler of fp16, before the optimizer's step
         self._first_pass: tuple[Any, Any] = 0.0, 0.0  # when that of the last step began and ended
@@ -112,13 +117,12 @@ class WindowStep:
         """
         encoder, accelerator, args = self.context.encoder, self.context.accelerator, self.context.args
         checks, wrapper, count = self.checks, self.wrapper, len(window)
-        # Whether all processes repeat the step if memory runs out on one of them.
-        self._together = together = self.repeats and bool(window.loaded) and args.world_size > 1
+        self._together = self.repeats and bool(window.loaded) and args.world_size > 1
         self.may_repeat = self.repeats
         checks.begin_window(wrapper)
         wrapper.train()  # once, as the mode must be the same in both passes
         encoder.eval_frozen_parts()
-        with self._announced(repeats=together):
+        with self._announced():
             for extension in self.extensions:
                 extension.begin_window(window, step)
         wrapper.begin_window()
@@ -140,7 +144,7 @@ class WindowStep:
         arriving = loaded if self._fetcher is None else self._fetcher.fetch(loaded)
         with wrapper.gradient_sync(count == 1):
             # The other processes learn of an error here when they exchange the inputs of the loss.
-            with self._announced(repeats=together), record_function("infcl: first pass"):
+            with self._announced(), record_function("infcl: first pass"):
                 for batch in window.batches if self.windows == 0 else ():
                     encoder.check_texts(batch)
                 if self.windows == 0 and encoder.has_own_forward:
@@ -184,17 +188,17 @@ class WindowStep:
         every = args.torch_empty_cache_steps
         for index in range(count):
             last = index == count - 1
-            if last and (together or self._awaits_observers):
+            if last and (self._together or self._awaits_observers):
                 Processes().agree([])  # where a lack of memory, or an observer's error, on another process arrives
                 self.may_repeat = False
-            repeats = together and not last
-            with failures_announced(repeats=True) if repeats else nullcontext(), wrapper.gradient_sync(last):
+            repeats = self._together and not last
+            with self._announced() if repeats else nullcontext(), wrapper.gradient_sync(last):
                 with record_function("infcl: second pass"):
                     if (surrogate := passes.surrogate(index)) is not None:
                         accelerator.backward(surrogate)
                     del surrogate  # and its graph
                 checks.check(passes, window, step, last=last)
-            with self._announced(repeats=repeats):
+            with self._announced():
                 for observer in () if checks.skipping else self._observers:
                     observer.after_backward(index, scale)
             window.release(index)
@@ -252,9 +256,9 @@ class WindowStep:
         ended.synchronize()
         return float(began.elapsed_time(ended)) / 1000
 
-    def _announced(self, *, repeats: bool = False) -> AbstractContextManager[None]:
+    def _announced(self) -> AbstractContextManager[None]:
         """Announces errors, except under FSDP, where the other processes may be waiting within the same forward."""
-        return failures_announced(repeats=repeats) if self.repeats else nullcontext()
+        return failures_announced(repeats=self._together and self.may_repeat) if self.repeats else nullcontext()
 
     def _encode(
         self, model: nn.Module, micro_batch: MicroBatch, arriving: Iterator[dict[str, Any]], alone: bool
@@ -314,14 +318,11 @@ class WindowStep:
     def _loss_and_terms(
         self, window: Window, micro_batches: Sequence[MicroBatch], features: Features, parameters: tuple[Tensor, ...]
     ) -> Tensor:
-        """A scalar with the value of the contrastive loss, and the gradient of its weighted sum with the terms.
-
-        The values of the terms are logged apart.
-        """
+        """A scalar with the value of the contrastive loss, and the gradient of its weighted sum with the terms."""
         temperature, in_order = self.context.encoder.scale_and_bias(parameters), window.in_order(features)
         values = []
         # The other processes learn of an error here when they exchange the inputs of the loss.
-        with self._announced(repeats=self._together):
+        with self._announced():
             for number, term in enumerate(self._terms):
                 of_micro_batches = [(m.references or [])[number] for m in micro_batches]
                 values.append(value_of_term(term, in_order if term.in_order else features, of_micro_batches))
@@ -400,17 +401,6 @@ class WindowStep:
         for extension in self.extensions:
             extension.close()
         self.recording.forget()
-
-
-def _make_extensions(context: Context) -> Iterator[Extension]:
-    """The extensions that the arguments of a training ask for."""
-    args, encoder, start = context.args, context.encoder, context.start
-    if args.patch_dropout:
-        yield DroppedPatches(encoder, args.patch_dropout)
-    if start is not None and args.keep_features:
-        yield KeptFeatures(start, context.accelerator, args.keep_features)
-    yield TowerNorms(encoder)
-    yield PositiveCosines()
 
 
 def _largest_scale(context: Context, *, warns: bool) -> float | None:
