@@ -119,8 +119,7 @@ class Processes:
         alike: dict[Any, list[int]] = {}
         for place, tensor in enumerate(tensors):
             alike.setdefault((tensor.shape, tensor.element_size()), []).append(place)
-        groups = [[tensors[place] for place in places] for places in alike.values()]
-        parts = [_stacked(group) for group in groups]
+        parts = [_stacked([tensors[place] for place in places]) for places in alike.values()]
         gathered = [self._empty(part, self.world_size * len(part), *part.shape[1:]) for part in parts]
         self.perform(functools.partial(_all_gather, gathered, parts))
         results = list(tensors)
@@ -379,8 +378,7 @@ class _EarlyLoader:
         return begun
 
     def __iter__(self) -> Iterator[Any]:
-        begun = self.begin() if self._begun is None else self._begun
-        self._begun = None
+        begun, self._begun = self.begin() if self._begun is None else self._begun, None
         return begun
 
     def __getattr__(self, name: str) -> Any:

@@ -379,11 +379,9 @@ class Interruptions:
 
     @contextmanager
     def evaluation(self, step: int, control: Any) -> Iterator[None]:
-        """The context of an evaluation between two steps, which a signal ends after a batch.
+        """The context of an evaluation after so many optimizer steps, which a signal ends after a batch.
 
-        Args:
-            step: the number of trained optimizer steps.
-            control: Trainer's. The checkpoint that is saved then says by it that the evaluation is still to be made.
+        The checkpoint that is saved then says by Trainer's ``control`` that the evaluation is still to be made.
         """
         self.phases.enter("evaluating", step)
         self._evaluates = True

@@ -288,7 +288,7 @@ class Trials:
             changed = replace(context, args=args, extensions=changing)
             step = WindowStep(changed, model, rows_of_dataset=lambda places: [], phases=Phases())
             step.windows = 1  # the first one of a training is looked at more closely
-            batches = [{name: copy.deepcopy(value) for name, value in batch.items()} for _ in range(count)]
+            batches = [copy.deepcopy(batch) for _ in range(count)]
             before = torch.cuda.memory_allocated(device) if on_gpu else 0
             size = self._reserve(trial, batch, count) if on_gpu else 0
             reserved = torch.empty(size, dtype=torch.uint8, device=device)

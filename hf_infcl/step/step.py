@@ -104,7 +104,7 @@ class WindowStep:
         if not any((getattr(args, f"{name}_kwargs", None) or {}).get("use_reentrant") for name in CHECKPOINTING):
             encoder.stop_gradients_at_frozen_layers()
         self._largest_scale = _largest_scale(context, warns=steps > 0)
-        self._scale = math.inf  # of the scaler of fp16, before the optimizer's step
+        self._scale = 1.0  # of the gradients of the last step, by the scaler of fp16
         self._first_pass: tuple[Any, Any] = 0.0, 0.0  # when that of the last step began and ended
 
     # ---- The step ----
@@ -178,7 +178,7 @@ class WindowStep:
             with record_function("infcl: loss"):
                 loss_of = partial(self._loss_and_terms, window, micro_batches)
                 loss = passes.differentiate(loss_of, lambda: encoder.temperature_parameters, self.term_parameters)
-        scale = 1.0 if accelerator.scaler is None else accelerator.scaler.get_scale()  # of fp16's gradients
+        self._scale = scale = 1.0 if accelerator.scaler is None else accelerator.scaler.get_scale()
         # No wrapper averages these over the processes, and no backward scales them as fp16 needs it.
         for parameter, gradient in zip(self.term_parameters, passes.other_gradients, strict=True):
             parameter.grad = Processes().sum(gradient) * (scale / args.world_size)
@@ -351,9 +351,7 @@ class WindowStep:
         """Keeps the optimizer and Trainer's schedule where they are if the window is skipped."""
         self._phases.enter("the optimizer's step", step)
         accelerator, skipping = self.context.accelerator, self.checks.skipping
-        if accelerator.scaler is not None:
-            self._scale = accelerator.scaler.get_scale()
-        else:
+        if accelerator.scaler is None:
             # accelerate's optimizer takes no step between two synchronisations of the gradient.
             accelerator.gradient_state._set_sync_gradients(not skipping)
             optimizer._is_overflow = skipping  # Trainer then leaves the schedule as it is
