@@ -276,51 +276,48 @@ def loss_of_window(
     """The contrastive loss of the selected pairs of all windows, the same on every process; collective.
 
     With ``matryoshka_dims`` it is the mean of those of the first so many dimensions, normalised, and of all dimensions
-    (Matryoshka, arXiv 2205.13147).
-
-    Args:
-        features: image and text embeddings of this process's window, [images, D] and [texts, D].
-        logit_scale, logit_bias: as for `hf_infcl.contrastive_loss`.
+    (Matryoshka, arXiv 2205.13147). ``features`` are image and text embeddings of this process, [images, D] and
+    [texts, D].
     """
-    widths = context.args.matryoshka_dims or ()
-    cut = [tuple(F.normalize(f[:, :width].float(), dim=-1).to(f.dtype) for f in features) for width in widths]
-    losses = [_loss_of_features(context, window, one, logit_scale, logit_bias) for one in (*cut, features)]
-    return torch.stack(losses).mean() if cut else losses[0]
-
-
-def _loss_of_features(
-    context: Context, window: Window, features: Features, logit_scale: Tensor, logit_bias: Tensor | None
-) -> Tensor:
-    args, positive = context.args, context.equal_ids == "positive"
-    # In fp16 the loss must not multiply: divided by the global batch, gradients of features would underflow where no
-    # loss scale helps. accelerate returns fp32 from an autocast forward.
-    in_bf16 = context.accelerator.mixed_precision == "bf16"
-    images, texts = (feature.bfloat16() if in_bf16 else feature for feature in features)
-    caption_image, ids, device, chosen = window.caption_image(), window.pair_ids(), texts.device, window.selected
+    args, positive, device = context.args, context.equal_ids == "positive", features[1].device
+    of_images: Tensor | None = None  # the rows of the images, and of the texts, that the loss gets; None for all
+    of_texts: Tensor | None = None
+    caption_image, ids = window.caption_image(), window.pair_ids()
     if ids is None and positive:  # all of them, also of pairs that are left out
-        ids = torch.arange(len(images)) + args.process_index * len(images)
+        ids = torch.arange(len(features[0])) + args.process_index * len(features[0])
     # ---- The selected images, with their captions and all negative ones ----
-    if chosen is not None:
-        places = chosen.nonzero().flatten()
-        of_texts = places
+    if (chosen := window.selected) is not None:
+        of_images = of_texts = chosen.nonzero().flatten()
         if caption_image is not None:
             of_texts = (chosen[caption_image] | (caption_image < 0)).nonzero().flatten()
             caption_image = caption_image[of_texts]
             caption_image = torch.where(caption_image < 0, -1, (chosen.cumsum(0) - 1)[caption_image])
-        ids = None if ids is None else ids[on_device(places, ids.device)]
-        images, texts = images[on_device(places, device)], texts[on_device(of_texts, device)]
-    # ---- Captions in the order of their images, negative ones apart ----
-    negatives = texts[:0]  # also if this process has none, because another process may have some
+        ids = None if ids is None else ids[on_device(of_images, ids.device)]
+    # ---- Captions in the order of their images, after negative ones ----
+    negatives = 0
     if caption_image is not None:
-        order = caption_image.argsort(stable=True)  # negative captions first
-        count = int((caption_image < 0).sum())
-        negatives, texts = texts[on_device(order, device)].tensor_split([count])
-        caption_image = caption_image[order[count:]]
+        order = caption_image.argsort(stable=True)
+        of_texts = order if of_texts is None else of_texts[order]
+        negatives = int((caption_image < 0).sum())
+        caption_image = caption_image[order[negatives:]]
     ids = None if ids is None else on_device(ids, device)
-    of_pairs: dict[str, Any] = {"pair_ids": ids}
+    how: Any = {"objective": context.objective, "strategy": args.strategy, "backend": args.backend, "pair_ids": ids}
     if positive:
         assert ids is not None
-        of_texts = ids if caption_image is None else ids[on_device(caption_image, device)]
-        of_pairs = {"image_ids": ids, "text_ids": of_texts}
-    how: Any = {"objective": context.objective, "strategy": args.strategy, "backend": args.backend}
-    return contrastive_loss(images, texts, logit_scale, logit_bias, negative_texts=negatives, **how, **of_pairs)
+        text_ids = ids if caption_image is None else ids[on_device(caption_image, device)]
+        how |= {"pair_ids": None, "image_ids": ids, "text_ids": text_ids}
+    # ---- The loss of all dimensions, and of the first ones ----
+    rows = [None if one is None else on_device(one, device) for one in (of_images, of_texts)]
+    # In fp16 the loss must not multiply: divided by the global batch, gradients of features would underflow where no
+    # loss scale helps. accelerate returns fp32 from an autocast forward.
+    in_bf16 = context.accelerator.mixed_precision == "bf16"
+    cut = [[F.normalize(f[:, :n].float(), dim=-1).to(f.dtype) for f in features] for n in args.matryoshka_dims or ()]
+    losses = []
+    for one in (*cut, features):
+        given = (feature.bfloat16() if in_bf16 else feature for feature in one)
+        images, texts = (f if places is None else f[places] for f, places in zip(given, rows, strict=True))
+        apart = texts[:0]  # also if this process has no negative caption, because another process may have some
+        if negatives:
+            apart, texts = texts.tensor_split([negatives])
+        losses.append(contrastive_loss(images, texts, logit_scale, logit_bias, negative_texts=apart, **how))
+    return torch.stack(losses).mean() if cut else losses[0]
