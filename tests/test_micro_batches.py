@@ -1,6 +1,8 @@
 """One number for the batch: its division, what is found by trying, and steps that run out of memory."""
 
+import contextlib
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -20,7 +22,6 @@ from hf_infcl.options.arguments import largest_micro_batch, possible_micro_batch
 from hf_infcl.options.record import RunRecord
 from hf_infcl.processes.collectives import OtherRankFailedError, Processes, alone
 from hf_infcl.step import micro_batches as finding
-from hf_infcl.step import micro_batches as repeating
 from hf_infcl.step.grad_cache import GraphBudget
 from hf_infcl.step.micro_batches import TEXTS_AT_ONCE, Trial, Trials, largest_that_fits, quickest
 from hf_infcl.step.window import Window, repeated, split_batches
@@ -297,6 +298,17 @@ def test_a_batch_is_split_without_copies_and_repeated():
 # ---- What a training finds ----
 
 
+def measured(known: Callable[[], bool] = lambda: True) -> contextlib.ExitStack:
+    """A context in which the memory of the device is known, and what is tried on the CPU takes one byte of it."""
+    values = {"memory_allocated": 0, "max_memory_allocated": 0, "reset_peak_memory_stats": None}
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.multiple(torch.cuda, **{n: lambda _, v=v: v for n, v in values.items()}))
+    stack.enter_context(mock.patch.object(finding, "left_over", return_value=(0, 0)))
+    stack.enter_context(mock.patch.object(Trials, "_reserve", return_value=0))
+    stack.enter_context(mock.patch.object(finding, "memory_is_known", side_effect=lambda device: known()))
+    return stack
+
+
 class Limit:
     """Forwards of more images than ``images`` run out of memory."""
 
@@ -314,7 +326,7 @@ def trained(folder: Any, limit: int | None = None, **options: Any) -> Any:
     """A training with a device whose memory holds micro-batches of so many pairs, if it is known."""
     model = options.pop("model", None) or models.clip()
     trainer = trainer_for(folder, model, **{"data": models.Pairs(64), **OPTIONS, **options})
-    with mock.patch.object(finding, "memory_is_known", return_value=limit is not None):
+    with measured(lambda: limit is not None):
         if limit is not None:
             trainer.limit = Limit(model, limit)
         trainer.train()
@@ -339,7 +351,7 @@ def test_a_trial_changes_nothing(tmp_path):
     trainer = trainer_for(tmp_path, model, **OPTIONS, global_batch_size=16, data=models.Pairs(64))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state, forward = torch.get_rng_state(), model.forward
-    with mock.patch.object(finding, "memory_is_known", return_value=True):
+    with measured():
         finding.find_micro_batches(trainer.context, None, trainer.get_train_dataloader)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
@@ -392,7 +404,7 @@ def test_given_options_stay_and_a_second_training_searches_anew(tmp_path):
     trainer = trained(tmp_path, 4, global_batch_size=16)
     assert trainer.args.per_device_train_batch_size == 4
     trainer.limit.images = 2
-    with mock.patch.object(finding, "memory_is_known", return_value=True):
+    with measured():
         trainer.train()
     assert trainer.args.per_device_train_batch_size == 2
 
@@ -581,12 +593,11 @@ def test_a_bad_row_of_a_repeated_step_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_without_the_one_number_a_step_ends_the_run_and_says_what_would_fit(tmp_path, caplog, monkeypatch, known):
+def test_without_the_one_number_a_step_ends_the_run_and_says_what_would_fit(tmp_path, caplog, known):
     model = models.clip()
     trainer = trainer_for(tmp_path, model, **{**OPTIONS, **FOURS, "data": models.Pairs(64)})
     memory = RunsOut(model, 5, images=3)
-    monkeypatch.setattr(repeating, "memory_is_known", lambda device: known and memory.raised > 0)
-    with pytest.raises(torch.OutOfMemoryError):
+    with measured(lambda: known and memory.raised > 0), pytest.raises(torch.OutOfMemoryError):
         trainer.train()
     sizes = "per_device_train_batch_size and gradient_accumulation_steps"
     assert (f"out of memory. 2 and 8 would fit as {sizes}, with the same result. " in caplog.text) == known
@@ -664,7 +675,7 @@ def test_the_micro_batch_of_a_stream_stays_on_another_machine(tmp_path):
         other = trainer_for(tmp_path, data=stream_of(tmp_path / "shards"), **{**OPTIONS, **options})
         with (
             mock.patch.object(finding, "_machines", return_value=["another"]),
-            mock.patch.object(finding, "memory_is_known", return_value=known),
+            measured(lambda known=known: known),
         ):
             other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         assert other.args.per_device_train_batch_size == 4

@@ -267,16 +267,9 @@ class Trials:
         self.pads = all_to_one or self._padding is not None
 
     def __call__(self, trial: Trial) -> tuple[int, int]:
-        """Tries a window.
-
-        Returns:
-            The bytes that it takes beside the weights, their gradients and the optimizer, and those that are left.
-
-        Raises:
-            torch.OutOfMemoryError: it does not fit.
-        """
+        """Tries a window, as an `Attempt`; beside it, the optimizer and what else a step takes have their memory."""
         context, model, device = self._context, self._context.encoder.model, self._context.args.device
-        on_gpu, args = device.type == "cuda", copy.copy(context.args)
+        args = copy.copy(context.args)
         args.retain_graphs = str(trial.graphs)
         args.skip_nonfinite = 1  # a loss that is not finite is the training's to refuse
         # Those that only look, or keep what they have seen, would take the trial for a step.
@@ -289,17 +282,13 @@ class Trials:
             step = WindowStep(changed, model, rows_of_dataset=lambda places: [], phases=Phases())
             step.windows = 1  # the first one of a training is looked at more closely
             batches = [copy.deepcopy(batch) for _ in range(count)]
-            before = torch.cuda.memory_allocated(device) if on_gpu else 0
-            size = self._reserve(trial, batch, count) if on_gpu else 0
-            reserved = torch.empty(size, dtype=torch.uint8, device=device)
-            if on_gpu:
-                torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            reserved = torch.empty(self._reserve(trial, batch, count), dtype=torch.uint8, device=device)
+            torch.cuda.reset_peak_memory_stats(device)
             # As a window of the training, which keeps what was loaded.
             window = Window(batches, self._padding, trial.texts, last_has_texts=self._grouped, keeps_loaded=True)
             with closing(step):
                 step.run(model, window, 0)
-            if not on_gpu:
-                return 1, 0
             peak = torch.cuda.max_memory_allocated(device)
             return max(1, peak - before - len(reserved)), left_over(peak, device)[0]
 
