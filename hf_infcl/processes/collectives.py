@@ -238,9 +238,7 @@ def _all_gather(gathered: Sequence[Tensor], parts: Sequence[Tensor], group: dist
 def announce_failure(error: Exception, *, ends: bool = True) -> None:
     """Makes all other processes of the default group stop with this error in their next `Processes.agree`.
 
-    Args:
-        error: the error.
-        ends: whether it ends the program. Otherwise all processes have to catch it, and nothing is logged.
+    Unless it ``ends`` the program, all processes have to catch it, and nothing is logged.
     """
     processes = Processes()
     if processes.world_size == 1:
@@ -257,8 +255,7 @@ def announce_failure(error: Exception, *, ends: bool = True) -> None:
 def failures_announced(*, repeats: bool = False) -> Iterator[None]:
     """Announces an error raised in the context, which the other processes receive in their next `Processes.agree`.
 
-    Args:
-        repeats: whether all processes repeat the step if memory runs out.
+    With ``repeats`` all processes repeat the step if memory runs out.
     """
     try:
         yield

@@ -60,9 +60,6 @@ class Phases:
 
     Args:
         timeout: the timeout of the group's collectives, in seconds.
-
-    Attributes:
-        logged: the errors that were.
     """
 
     def __init__(self, timeout: float = math.inf) -> None:
@@ -150,8 +147,7 @@ class Phases:
     def _of_this_machine(self, stated: list[tuple[int, float]]) -> dict[int, psutil.Process]:
         """The other processes that the same launcher started on this machine, by rank.
 
-        Args:
-            stated: the process id and the creation time of the process of each rank.
+        ``stated`` has the process id and the creation time of each rank's process.
         """
         local_rank, local_size = (int(os.environ.get(name, 0)) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
         first = self._rank - local_rank
@@ -335,11 +331,7 @@ class Preemption:
 
 
 class Interruptions:
-    """Learns of signals and of lost processes while a training is `watched`; before and after it, of none.
-
-    Attributes:
-        phases: records what this process is doing.
-    """
+    """Learns of signals and of lost processes while a training is `watched`; before and after it, of none."""
 
     def __init__(self) -> None:
         self._preemption, self.phases = Preemption(), Phases()
@@ -347,12 +339,10 @@ class Interruptions:
 
     @contextmanager
     def watched(self, timeout: float, finish: Callable[[], object]) -> Iterator[None]:
-        """The context of a training.
+        """The context of a training, with the timeout of `Phases`.
 
-        Args:
-            timeout: of the group's collectives, in seconds.
-            finish: is called after the training, also after one that has failed. While it runs, `Phases` no longer ends
-                this process because another one is lost.
+        ``finish`` is called after the training, also after one that has failed. While it runs, `Phases` no longer ends
+        this process because another one is lost.
         """
         with Preemption() as self._preemption:
             try:

@@ -180,9 +180,9 @@ class NumberChecks:
             )
 
     def logs(self, logs: Mapping[str, float]) -> dict[str, float]:
-        """``skipped_windows`` since the run began, if there were any. Warns once of a loss and a gradient of exactly 0.
+        """``skipped_windows`` since the run began, if there were any; ``logs`` are Trainer's.
 
-        ``logs`` are Trainer's.
+        Warns once of a loss and a gradient of exactly 0.
         """
         if logs["loss"] == logs.get("grad_norm") == 0 and not self.skipping and not self._has_warned_of_zero:
             self._has_warned_of_zero = True
@@ -217,10 +217,7 @@ def of_all_ranks(text: str) -> str:
 
 
 def check_own_loss(context: Context, batch: Mapping[str, Any]) -> None:
-    """Asks the model for its loss of a micro-batch, of as many images as texts, in a forward beside the training's.
-
-    It leaves random states and buffers as they are. See `asked_for_loss`, which needs no other forward.
-    """
+    """Checks what `asked_for_loss` does, by a forward beside the training's: of as many images as texts of a batch."""
     if batch.get("pixel_values") is None or batch.get(NO_TEXTS):
         return
     batch = context.prepare_inputs(dict(batch))

@@ -263,10 +263,7 @@ class WindowStep:
     def _encode(
         self, model: nn.Module, micro_batch: MicroBatch, arriving: Iterator[dict[str, Any]], alone: bool
     ) -> Features:
-        """Image and text embeddings of a micro-batch, [images, D] and [texts, D], normalised; in both passes.
-
-        The first time, it also computes what the terms compare them with.
-        """
+        """Image and text embeddings of a micro-batch, [images, D] and [texts, D], normalised; in both passes."""
         self._phases.note_progress()
         self._forwards += 1
         if self._forwards == 2:
@@ -286,7 +283,7 @@ class WindowStep:
             forward, self._asks = asked_for_loss(self.context, model), False
         encode = self.recording.encode if alone and forward is model else self.context.encoder.embed
         embeds: Features = encode(forward, inputs, frozen_outputs)
-        if micro_batch.references is None:
+        if micro_batch.references is None:  # in the first pass
             micro_batch.references = [term.reference(inputs, frozen_outputs or {}) for term in self._terms]
         return embeds
 
