@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -217,7 +218,10 @@ def of_all_ranks(text: str) -> str:
 
 
 def check_own_loss(context: Context, batch: Mapping[str, Any]) -> None:
-    """Checks what `asked_for_loss` does, by a forward beside the training's: of as many images as texts of a batch."""
+    """Asks the model for its loss of a micro-batch, of as many images as texts, in a forward beside the training's.
+
+    It leaves random states and buffers as they are. See `asked_for_loss`, which needs no other forward.
+    """
     if batch.get("pixel_values") is None or batch.get(NO_TEXTS):
         return
     batch = context.prepare_inputs(dict(batch))
@@ -243,9 +247,9 @@ def asked_for_loss(context: Context, forward: Callable[..., object]) -> Callable
         if (loss := part_of(output, "loss")) is None:
             return output
         with torch.no_grad():
-            own, embeds = loss.mean(), (one.detach() for one in embeds_of(output, encoder.base))
-            given = (*embeds, *encoder.scale_and_bias())
-            losses = {one: local_contrastive_loss(*given, objective=one).item() for one in OBJECTIVES}
+            own, (images, texts) = loss.mean(), (one.detach() for one in embeds_of(output, encoder.base))
+            loss_of = partial(local_contrastive_loss, images, texts, *encoder.scale_and_bias())
+            losses = {one: loss_of(objective=one).item() for one in OBJECTIVES}
         tolerance = 1e-3 if context.accelerator.mixed_precision == "no" and own.dtype == torch.float32 else 0.03
         if not any(math.isclose(own.item(), loss, rel_tol=tolerance) for loss in losses.values()):
             raise ValueError(

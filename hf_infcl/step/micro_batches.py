@@ -166,17 +166,17 @@ def largest_that_fits(attempt: Attempt, trial: Trial, name: str, candidates: Seq
     Graphs are many, and what is left of the memory says how many more fit: they are tried from the first one on. Of
     other fields the largest one is tried first, and then the middle of those that are left. Collective.
     """
-    fits, fails, of_first, are_graphs = 0, len(candidates), 0, name == "graphs"
-    index = 0 if are_graphs else fails - 1  # all before `fits` fit, and none from `fails` on
+    fits, fails, of_first = 0, len(candidates), 0  # all before the one fit, and none from the other on
+    index = 0 if name == "graphs" else fails - 1
     while fits < fails:
         more = None
         try:
             taken, left = attempt(trial._replace(**{name: candidates[index]}))
             fits = index + 1
-            if are_graphs and index == 0:
+            if name == "graphs" and index == 0:
                 # An upper bound, which includes the texts of several micro-batches, so that one more is always tried.
                 of_first, more = taken, max(1, left // max(1, taken))
-            elif are_graphs:
+            elif name == "graphs":
                 more = left // max(1, (taken - of_first) // index)
         except torch.OutOfMemoryError:
             fails = index

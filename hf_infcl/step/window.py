@@ -126,7 +126,7 @@ class GradientNorms:
 
 @dataclass
 class MicroBatch:
-    """Of a batch of the data loader: the outputs of its frozen towers, and for each term what it is compared with."""
+    """Keeps the outputs of the frozen towers for a batch of the data loader, and what each term compares it with."""
 
     frozen_outputs: dict[str, Any] = field(default_factory=dict)
     references: list[Features] | None = None  # until the first pass
