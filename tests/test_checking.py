@@ -19,7 +19,7 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, load_pairs
-from hf_infcl.cli.checking import ImageHash, Inspector, copies, read
+from hf_infcl.cli.checking import Inspector, copies, read
 from hf_infcl.files.text import counted
 from hf_infcl.quality.ledger import lines_of
 
@@ -362,10 +362,10 @@ def test_workers_read_what_one_process_reads(model, tmp_path):
     as_folder(tmp_path / "data", planted()[0])
     data = ImageTextDataset(load_pairs(str(tmp_path / "data"), split="train"))
     inspector = inspector_of(model)
-    first, second = ([pair for pairs, _ in read(data, inspector, None, workers=n) for pair in pairs] for n in (0, 2))
+    first, second = (read(data, inspector, None, workers=n)[0] for n in (0, 2))
     assert len(first) == 40
     assert first == second
-    sampled, again = ([pair.name for pairs, _ in read(data, inspector, 12) for pair in pairs] for _ in range(2))
+    sampled, again = ([pair.name for pair in read(data, inspector, 12)[0]] for _ in range(2))
     assert len(set(sampled)) == 12
     assert sampled == again, "always the same"
 
@@ -409,7 +409,7 @@ def test_copies_are_those_of_comparing_all_pairs():
     for row in rows:  # up to three other bits of the hash, and up to 14 other levels
         row[rng.integers(0, 8, 3)] ^= 1 << rng.integers(0, 8, 3).astype(np.uint8) * (rng.random(3) < 0.6)
         row[8:] = np.clip(row[8:].astype(int) + rng.integers(0, 2) * rng.integers(0, 15), 0, 255)
-    hashes = [ImageHash(row[:8].tobytes(), row[8:].tobytes()) for row in rows]
+    hashes = [row.tobytes() for row in rows]
     bits = np.unpackbits(rows[:, :8], axis=1).astype(int)
     differing = (bits[:, None] != bits).sum(axis=2)
     levels = np.abs(rows[:, None, 8:].astype(int) - rows[:, 8:]).max(axis=2)

@@ -40,27 +40,23 @@ _BANDS = MOST_BITS + 1  # two hashes that differ in MOST_BITS bits agree in one 
 _CHUNK = 512  # rows that are compared at once
 
 
-class ImageHash(NamedTuple):
-    """What copies of an image have in common."""
+def image_hash(pixels: np.ndarray) -> bytes:
+    """What copies of an image, uint8 [H, W, 3], have in common, 200 bytes.
 
-    # The difference hash (dHash), 8 bytes: whether each cell of an 8 × 9 grid of mean grey levels is brighter than the
-    # one to its left, by more than the noise of compression.
-    outline: bytes
-    colours: bytes  # the mean colours of an 8 × 8 grid, 192 bytes. Pictures with little in them have equal hashes
-
-
-def image_hash(pixels: np.ndarray) -> ImageHash:
-    """The print of an image, uint8 [H, W, 3]."""
+    The first 8 are the difference hash (dHash): whether each cell of an 8 × 9 grid of mean grey levels is brighter than
+    the one to its left, by more than the noise of compression. The others are the mean colours of an 8 × 8 grid:
+    pictures with little in them have equal hashes.
+    """
     image = Image.fromarray(pixels)
     grey = np.asarray(image.convert("L").resize((GRID + 1, GRID), Image.Resampling.BOX), dtype=np.int16)
     brighter = np.diff(grey, axis=1) > STEP
-    return ImageHash(np.packbits(brighter).tobytes(), image.resize((GRID, GRID), Image.Resampling.BOX).tobytes())
+    return np.packbits(brighter).tobytes() + image.resize((GRID, GRID), Image.Resampling.BOX).tobytes()
 
 
-def copies(hashes: list[ImageHash]) -> np.ndarray:
+def copies(hashes: Sequence[bytes]) -> np.ndarray:
     """The pairs of images that are copies of each other, int64 [pairs, 2] with the smaller index first."""
-    outlines = np.frombuffer(b"".join(one.outline for one in hashes), dtype=np.uint64)
-    colours = np.frombuffer(b"".join(one.colours for one in hashes), dtype=np.uint8).reshape(-1, 3 * GRID**2)
+    parts = np.frombuffer(b"".join(hashes), dtype=np.uint8).reshape(-1, 8 + 3 * GRID**2)
+    outlines, colours = parts[:, :8].copy().view(np.uint64)[:, 0], parts[:, 8:]
     count, numbers = max(1, len(hashes)), [np.empty(0, dtype=np.int64)]  # of each pair one number, count·first + second
     for band in outlines.view(np.uint16).reshape(-1, _BANDS).T:
         order = np.argsort(band, kind="stable")
@@ -129,7 +125,7 @@ class Inspected:
     faults: dict[str, str] = field(default_factory=dict)  # by their names, what they consist in
     captions: list[Caption] = field(default_factory=list)  # all usable ones
     pair_id: int | None = None  # if the training gives it one
-    hash: ImageHash | None = None  # None if the image has one colour or cannot be decoded
+    hash: bytes | None = None  # see `image_hash`; None if the image has one colour or cannot be decoded
 
 
 class Inspector:
@@ -188,14 +184,13 @@ class Inspector:
         is_file = bool(_IMAGE_FILE.search(bare)) or (" " not in bare and bare in (file, os.path.splitext(file)[0]))
         shown = text if len(text) <= 200 else f"{text[:199]}…"
         found = {
+            "cut": len(ids) > self.tokens,
             "foreign": unknown >= _MANY_UNKNOWN or (is_of_others and len(text.encode()) <= _FEW_BYTES * len(plain)),
             "file_name": is_file,
             "number": not is_file and NUMBER.fullmatch(bare) is not None,
         }
-        if len(ids) > self.tokens:
-            faults.setdefault("cut", f"{len(ids):,} tokens")
         for fault in (fault for fault, holds in found.items() if holds):
-            faults.setdefault(fault, repr(shown))
+            faults.setdefault(fault, f"{len(ids):,} tokens" if fault == "cut" else repr(shown))
         tokens = self._collator.tokenize([text])
         read = tokens["input_ids"], tokens.get("attention_mask")
         self._same_embeddings.check(*read)
@@ -204,14 +199,12 @@ class Inspector:
 
 
 ROWS = 32  # of a table that a worker reads at once
-Part = tuple[list[Inspected], bool]  # see `read`
+Part = tuple[list[Inspected], bool]  # pairs, and whether what they were read from has more
 _OF_SHARD = 256  # samples of each shard that is read for a sample, or more if there are few shards
 
 
-def read(
-    data: Any, inspector: Inspector, samples: int | None, *, workers: int = 0, progress: str = ""
-) -> Iterator[Part]:
-    """Looks at a data set, and yields successive pairs, and whether there are more that were not to be read.
+def read(data: Any, inspector: Inspector, samples: int | None, *, workers: int = 0, progress: str = "") -> Part:
+    """Looks at a data set: its pairs, and whether there are more that were not to be read.
 
     Args:
         data: pairs or labelled images that raise an error for a bad row, without augmentation.
@@ -225,24 +218,27 @@ def read(
     if isinstance(data, ImageTextStream):
         total, units = samples, range(len(data.shards))
         units = units if samples is None else units[:: -(-len(units) // max(8, samples // _OF_SHARD))]
-        each = None if samples is None else -(-samples // len(units))
-        read_unit: Any = partial(_read_shard, data, inspector, each, len(units) < len(data.shards))
+        is_cut, each = len(units) < len(data.shards), None if samples is None else -(-samples // len(units))
+        read_unit: Any = partial(_read_shard, data, inspector, each)
     else:
         rows: Sequence[int] = range(len(data))
         if is_cut := samples is not None and samples < len(rows):
             rows = sorted(random.Random(0).sample(rows, samples))
         total, units = len(rows), [rows[start : start + ROWS] for start in range(0, len(rows), ROWS)]
-        read_unit = partial(_read_rows, data, inspector, is_cut)
+        read_unit = partial(_read_rows, data, inspector)
     # Without a generator of its own, the loader would draw from torch's random state, and change a training.
     how: dict[str, Any] = {"num_workers": min(workers, len(units)), "generator": torch.Generator()}
     loader: DataLoader[Any] = DataLoader(units, batch_size=None, collate_fn=read_unit, **how)
+    every: list[Inspected] = []
     with tqdm(total=total, desc=progress, unit=" pairs", disable=not progress) as bar:
-        for pairs, is_cut in loader:
+        for pairs, has_more in loader:
             bar.update(len(pairs))
-            yield pairs, is_cut
+            every += pairs
+            is_cut |= has_more
+    return every, is_cut
 
 
-def _read_rows(data: ImageDataset, inspector: Inspector, is_cut: bool, rows: Sequence[int]) -> Part:
+def _read_rows(data: ImageDataset, inspector: Inspector, rows: Sequence[int]) -> Part:
     pairs = []
     for row in rows:
         values, image = data.table[row], data.columns["image_column"]
@@ -250,12 +246,12 @@ def _read_rows(data: ImageDataset, inspector: Inspector, is_cut: bool, rows: Seq
         if not isinstance(data, ZeroShotDataset):
             known["caption"] = values[data.columns["caption_column"]]
         pairs.append(inspector.inspect(str(data.number(row)), known, partial(data.__getitem__, row)))
-    return pairs, is_cut
+    return pairs, False
 
 
-def _read_shard(stream: ImageTextStream, inspector: Inspector, most: int | None, is_cut: bool, number: int) -> Part:
-    """At most so many pairs of a shard; ``is_cut`` if other shards are left out."""
-    shard, pairs = stream.shards[number], []
+def _read_shard(stream: ImageTextStream, inspector: Inspector, most: int | None, number: int) -> Part:
+    """At most so many pairs of a shard."""
+    shard, pairs, has_more = stream.shards[number], [], False
     try:
         samples = shard.samples()
         for _, key, sample in itertools.islice(samples, most):
@@ -264,10 +260,10 @@ def _read_shard(stream: ImageTextStream, inspector: Inspector, most: int | None,
                 if not isinstance(sample, DamagedShardError):
                     known = {"file": key, "caption": shard.reader.row(sample)[stream.options["caption_column"]]}
             pairs.append(inspector.inspect(f"{shard.name} {key}", known, partial(stream.item, 0, number, key, sample)))
-        is_cut |= next(samples, None) is not None
+        has_more = next(samples, None) is not None
     except DamagedShardError as error:
         pairs.append(Inspected(f"the rest of {shard.name}", {"broken": str(error)}))
-    return pairs, is_cut
+    return pairs, has_more
 
 
 TRAINED = "train"  # the name of the training set among those of a check
@@ -301,11 +297,8 @@ class SetFacts:
         self.dataset, self.inspector = dataset, inspector
         self.name = "the training set" if key == TRAINED else dataset.name  # as the user knows it
         self.is_trained = key.startswith((TRAINED, REPLAYED))  # whether a training draws from it
-        self.pairs: list[Inspected] = []
-        self.is_whole = True  # whether all pairs were read
-        for pairs, is_cut in read(dataset, inspector, samples, **how):
-            self.pairs += pairs
-            self.is_whole &= not is_cut
+        self.pairs, is_cut = read(dataset, inspector, samples, **how)
+        self.is_whole = not is_cut  # whether all pairs were read
         self.captions = {pair.name: pair.captions for pair in self.pairs if pair.captions}
         self.hashes = {pair.name: pair.hash for pair in self.pairs if pair.hash is not None}
         what = "labelled images" if isinstance(dataset, ZeroShotDataset) else "pairs"
