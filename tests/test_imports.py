@@ -68,7 +68,6 @@ MUST_NOT_KNOW = {
     "hf_infcl.options": (*TRAINER, *MODELS, *DISTRIBUTED, *inside("kernels", "optim")),
     "hf_infcl.options.arguments": (*TRAINER[:2], *MODELS, *DISTRIBUTED, *inside("optim")),
     "hf_infcl.options.record": ("transformers.Trainer", *MODELS, *inside("kernels", "loss")),
-    "hf_infcl.options.combinations": ("torch", "transformers", *inside("kernels", "processes", "loss", "models")),
     **dict.fromkeys((f"hf_infcl.options.{name}" for name in DECLARING), WITHOUT_TORCH),
     # A function there imports the table of its choices.
     "hf_infcl.options.contrastive": ("torch", *HUGGING_FACE, *inside("processes", "data", "step", "trainer")),

@@ -262,8 +262,7 @@ class Parser(HfArgumentParser):
 
     def _built(self, namespace: argparse.Namespace) -> tuple[Any, ...]:
         from ..data.sets import STATED, read_sets
-        from ..options.arguments import InfCLTrainingArguments
-        from ..options.combinations import check_command
+        from ..options.arguments import InfCLTrainingArguments, check_command
         from ..trainer.optimization import check_optimizer_options
         from .defaults import check_best_metric, intervals, read_alpha
 

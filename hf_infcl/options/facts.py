@@ -145,6 +145,8 @@ _WITHIN = {
     **dict.fromkeys(("per_device_eval_batch_size", "save_total_limit"), FROM_1),
 }
 _CHOICES = {"train_sampling_strategy": ("random", "sequential")}  # a batch must not be selected by length
+SCHEDULES_BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # whose learning rate depends on an evaluation's metric
+WITHOUT_WARM_UP = ("constant", *SCHEDULES_BY_METRIC)  # schedules that ignore warmup_steps
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # transformers before 5.23 has only the second
 
 

@@ -17,8 +17,7 @@ from torch import nn
 
 from ..models.adapters import has_adapters
 from .arguments import InfCLTrainingArguments
-from .combinations import WITHOUT_WARM_UP
-from .facts import facts_by_name
+from .facts import WITHOUT_WARM_UP, facts_by_name
 
 RECORD_NAME = "infcl_run.json"
 

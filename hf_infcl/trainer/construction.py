@@ -19,8 +19,7 @@ from ..models.dual_encoder import DualEncoder, check_patches
 from ..models.layers import can_fuse, fuse_layers
 from ..models.model_types import fit_tokenizer
 from ..models.sharding import check_wrapper, prepare_for_fsdp
-from ..options.arguments import InfCLTrainingArguments
-from ..options.combinations import REFUSALS
+from ..options.arguments import REFUSALS, InfCLTrainingArguments
 from ..processes.collectives import Processes
 from ..processes.lock import check_writable
 from ..step.extensions import check_extensions
