@@ -40,7 +40,10 @@ def main(command: str | None = None, words: Sequence[str] | None = None) -> None
             print("\ninfcl: ended by Ctrl-C", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     except BrokenPipeError:
-        outputs = [number for number in (1, 2) if not _has_reader(number)]
+        poll = select.poll()
+        for number in (1, 2):
+            poll.register(number, 0)  # for the end of its pipe alone
+        outputs = [number for number, _ in poll.poll(0)]
         if not outputs:
             raise  # it was another pipe, such as that of a worker
         for number in outputs:
@@ -78,12 +81,6 @@ def _run(command: str | None, words: list[str]) -> None:
 
     place = command if command in ("check", "train") else "embeddings" if command in ("embed", "score") else "models"
     run(getattr(importlib.import_module(f".{place}", __name__), command), reader, namespace)
-
-
-def _has_reader(descriptor: int) -> bool:
-    poll = select.poll()
-    poll.register(descriptor, 0)  # for the end of its pipe alone
-    return not poll.poll(0)
 
 
 def versions() -> str:

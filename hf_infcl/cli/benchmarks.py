@@ -34,8 +34,7 @@ GROUPS: dict[str, tuple[str, ...]] = {}
 for _group, _names in yaml.safe_load(Path(__file__).with_name("benchmarks.yaml").read_text(encoding="utf-8")).items():
     GROUPS[_group] = tuple(dict.fromkeys(one for name in _names.split() for one in GROUPS.get(name, (name,))))
 _ALONE = ("imagenet-o", "vtab/dsprites_label_y_position")
-_OF_GROUPS = (name for group in ("vtab+", "retrieval", "sugarcrepe") for name in GROUPS[group])
-OF_CLIP_BENCHMARK = tuple(dict.fromkeys([*_OF_GROUPS, *_ALONE]))
+OF_CLIP_BENCHMARK = tuple(dict.fromkeys((*GROUPS["vtab+"], *GROUPS["retrieval"], *GROUPS["sugarcrepe"], *_ALONE)))
 BENCHMARKS = (*OF_CLIP_BENCHMARK, *GROUPS["sugarcrepe++"], *GROUPS["xm3600"])
 # What a name stands for: a group, a benchmark, or one of CLIP_benchmark by the last part of its name.
 _MEANT = (
@@ -127,12 +126,11 @@ def _copy(repository: str, folder: str | None, name: str, patterns: list[str]) -
 def _snapshot(repository: str, patterns: list[str]) -> Path:
     """The folder, named after the commit, in the cache of the Hub's client."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         with hub_asked_once(repository):
             return Path(snapshot_download(repository, repo_type="dataset", allow_patterns=patterns))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except OSError as error:
         why = f"could not be downloaded from the Hub: {type(error).__name__}: {str(error).splitlines()[0]}"
         if not hub_answers():
             why = "was not downloaded before, and the Hub could not be reached."

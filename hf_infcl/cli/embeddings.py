@@ -298,12 +298,12 @@ def _scored(parts: Sequence[_Embedded]) -> tuple[Columns, int]:
 
     Those without others are left out and counted.
     """
-    firsts = itertools.accumulate((len(part.images) for part in parts), initial=0)
-    belongs = torch.cat([part.belongs + first for part, first in zip(parts, firsts, strict=False)])
-    ids = [part.pair_ids for part in parts if part.pair_ids is not None]
-    images, texts = torch.cat([part.images for part in parts]), torch.cat([part.texts for part in parts])
-    score = pair_scores(images, texts, belongs, torch.cat(ids) if ids else None, Processes(alone=True))
-    columns = _joined([part.columns for part in parts]) | {"score": score.cpu().numpy()}
+    columns, images, texts, belongs, ids = zip(*parts, strict=True)
+    firsts = itertools.accumulate(map(len, images), initial=0)
+    belongs = torch.cat([of_part + first for of_part, first in zip(belongs, firsts, strict=False)])
+    images, texts = torch.cat(images), torch.cat(texts)
+    score = pair_scores(images, texts, belongs, None if ids[0] is None else torch.cat(ids), Processes(alone=True))
+    columns = _joined(columns) | {"score": score.cpu().numpy()}
     alone = (score.isnan() & images.isfinite().all() & texts.isfinite().all()).cpu().numpy()
     return {name: values[~alone] for name, values in columns.items()}, int(alone.sum())
 

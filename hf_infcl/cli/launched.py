@@ -56,10 +56,8 @@ def _raised_here_in_a_worker(error: Exception) -> str | None:
     """
     text = str(error)
     kind = re.match(r"Caught (\w+) in DataLoader worker process", text)
-    if kind is None or not isinstance(error, ValueError):
-        return None
-    files = re.findall(r'^  File "(.+)", line \d+', text, re.MULTILINE)
-    if not files or PACKAGE not in Path(files[-1]).parents:
+    files = re.findall(r'^  File "(.+)", line \d+', text, re.MULTILINE) or [""]
+    if kind is None or not isinstance(error, ValueError) or PACKAGE not in Path(files[-1]).parents:
         return None
     return re.split(rf"^(?:\w+\.)*{kind[1]}: ", text, flags=re.MULTILINE)[-1]
 
@@ -75,10 +73,7 @@ def run(command: Callable[..., None], parser: Parser, namespace: argparse.Namesp
 
 
 # Their warnings are of what one process alone has met: its shards, its samples and its signals.
-_OF_ONE_PROCESS = (
-    *("hf_infcl.data.streams", "hf_infcl.data.store", "hf_infcl.quality.embedding"),
-    *("hf_infcl.shards", "hf_infcl.processes"),
-)
+_OF_ONE_PROCESS = ("data.streams", "data.store", "quality.embedding", "shards", "processes")
 
 
 def fit_workers(namespace: argparse.Namespace, file: str = "") -> None:
@@ -130,13 +125,13 @@ def warn_once() -> None:
         return
 
     def is_of_this_process(record: logging.LogRecord) -> bool:
-        may_differ = not record.name.startswith("hf_infcl.") or record.name.startswith(_OF_ONE_PROCESS)
+        package, _, module = record.name.partition(".")
+        may_differ = package != "hf_infcl" or module.startswith(_OF_ONE_PROCESS)
         return may_differ or record.levelno > logging.WARNING
 
     warnings.simplefilter("ignore")
-    for handler in (logging.lastResort, *logging.root.handlers):
-        if handler is not None:
-            handler.addFilter(is_of_this_process)
+    for handler in filter(None, (logging.lastResort, *logging.root.handlers)):
+        handler.addFilter(is_of_this_process)
 
 
 def tell(trainer: InfCLTrainer, *lines: str) -> None:
