@@ -112,8 +112,10 @@ def scored(
     return score_pairs(trainer, dataset, window)
 
 
-def rank_scored(rank: int, world_size: int, weights: dict[str, torch.Tensor]) -> tuple[Ledger, dict[int, bytes]]:
-    return scored(numbered(range(ROWS)), weights)
+def rank_scored(
+    rank: int, world_size: int, weights: dict[str, torch.Tensor], shards: str = ""
+) -> tuple[Ledger, dict[int, bytes]]:
+    return scored(stream_of(shards, lanes=None) if shards else numbered(range(ROWS)), weights)
 
 
 def test_a_window_of_all_pairs_has_their_scores(learned):
@@ -135,6 +137,13 @@ def test_windows_on_processes_hold_each_pair_once(ranks, learned):
             assert ledger.key.tolist() == list(range(ROWS))
             assert sorted(ledger.most_suspicious(5)) == WRONG
             assert set(WRONG) <= set(pictures)
+
+
+def test_a_sample_that_another_process_has_scored_is_not_scored_again(ranks, learned, tmp_path):
+    """A process with fewer samples goes on to the next pass, in which it gets other shards."""
+    write_tars(tmp_path, [100, 20, 20, 20])
+    for ledger, _ in ranks.run(rank_scored, 2, learned, str(tmp_path)):
+        assert len(ledger) == len(set(ledger.key.tolist())) == ROWS
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -164,6 +164,7 @@ logger = logging.getLogger(__name__)
 
 # [n] of each pair: its key, a caption, the name of a stream's sample and, until they are drawn, a small JPEG.
 Columns = dict[str, np.ndarray]
+Batch = tuple[dict[str, Tensor], Columns]  # the model's inputs for some pairs, and their columns
 
 
 class _Embedded(NamedTuple):
@@ -219,8 +220,8 @@ def score_pairs(
             logger.warning(said)
     of_all = itertools.chain(*processes.gather_objects(lowest))
     shown = {key: picture for _, key, picture in heapq.nsmallest(SHOWN, of_all)}
-    caption, name = pairs["caption"].tolist(), pairs["name"].tolist()
-    ledger = Ledger(dataset.key_fingerprint(), pairs["key"], pairs["score"], caption, name if any(name) else ())
+    key, caption, name = pairs["key"].astype(np.int64), pairs["caption"].tolist(), pairs["name"].tolist()
+    ledger = Ledger(dataset.key_fingerprint(), key, pairs["score"], caption, name if any(name) else ())
     return ledger, shown
 
 
@@ -235,11 +236,8 @@ def _windows(
             embeds = context.encoder.embed(context.encoder.model, inputs)
         images, texts = (F.normalize(rows.float(), dim=-1) for rows in embeds)
         belongs = inputs.get("caption_image", torch.arange(len(images))).to(images.device)
-        new = torch.from_numpy(columns["key"] != NO_KEY).to(images.device)  # repeats are not among the others
-        kept, ids = (belongs >= 0) & new[belongs], inputs.get("pair_ids")
-        columns = {name: values[new.cpu().numpy()] for name, values in columns.items()}
-        belongs = (new.cumsum(0) - 1)[belongs[kept]]
-        waiting.append(_Embedded(columns, images[new], texts[kept], belongs, None if ids is None else ids[new]))
+        right = belongs >= 0
+        waiting.append(_Embedded(columns, images, texts[right], belongs[right], inputs.get("pair_ids")))
         if sum(len(one.images) for one in waiting) >= 2 * window:
             whole = -(-window // context.args.per_device_eval_batch_size)
             yield waiting[:whole]
@@ -249,44 +247,42 @@ def _windows(
     yield waiting
 
 
-def _read(
-    dataset: ImageTextDataset | ImageTextStream, trainer: InfCLTrainer
-) -> Iterator[tuple[dict[str, Tensor], Columns]]:
-    """The model's inputs for the pairs of this process, every one once, and their columns."""
+def _read(dataset: ImageTextDataset | ImageTextStream, trainer: InfCLTrainer) -> Iterator[Batch]:
+    """The pairs of this process, every one once."""
     args, processes, collate = trainer.args, Processes(), partial(_collated, trainer.data_collator)
     rank, count, workers = processes.rank, processes.world_size, args.dataloader_num_workers
     load: Any = partial(DataLoader, **worker_options(args))
     if not isinstance(dataset, ImageTextStream):
         order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))
         rows = order.tensor_split(count)[rank].tolist()
-        yield from load(KeyedRows(dataset), args.per_device_eval_batch_size, sampler=rows, collate_fn=collate)
+        batches = load(KeyedRows(dataset), args.per_device_eval_batch_size, sampler=rows, collate_fn=collate)
+        yield from filter(None, batches)
         return
-    lanes, seen, without_new = max(1, workers), set[int](), 0
+    lanes, without_new = max(1, workers), 0
     where = {"rank": rank, "world_size": count, "num_workers": workers, "keyed": True}
     batches = dataset.batches(args.per_device_eval_batch_size, collate, **where)
-    for (inputs, columns), _ in load(batches, batch_size=None):
-        columns["key"] = np.asarray(columns["key"])  # which the loader makes a tensor
-        for place, key in enumerate(columns["key"].tolist()):
-            columns["key"][place] = NO_KEY if key in seen else key
-            seen.add(key)
-        # One batch comes from each lane in turn: when all of them have only known samples, the pass is over.
-        without_new = 0 if (columns["key"] != NO_KEY).any() else without_new + 1
+    for batch, _ in load(batches, batch_size=None):
+        # One batch comes from each lane in turn: when none of them has a new pair, the pass is over.
+        without_new = without_new + 1 if batch is None else 0
         if without_new == lanes:
             return
-        if not without_new:
-            yield inputs, columns
+        if batch is not None:
+            yield batch
 
 
-def _collated(collate: DataCollator, items: list[KeyedItem]) -> tuple[dict[str, Tensor], Columns]:
-    """The model's inputs, and the columns of the pairs."""
-    plain = [one.item for one in items]
-    words = {
+def _collated(collate: DataCollator, items: list[KeyedItem]) -> Batch | None:
+    """The pairs of the first pass; None without any. Items that stand in for bad rows are left out as well."""
+    new = [one for one in items if one.key != NO_KEY and one.passes == 0]
+    if not new:
+        return None
+    plain = [one.item for one in new]
+    columns = {
+        "key": [one.key for one in new],
         "caption": [item["caption"][0] for item in plain],
         "picture": [small_jpeg(item["image"]) for item in plain],
-        "name": [one.name for one in items],
+        "name": [one.name for one in new],
     }
-    columns = {name: np.array(values, object) for name, values in words.items()}
-    return collate(plain), {"key": np.array([one.key for one in items]), **columns}
+    return collate(plain), {name: np.array(values, object) for name, values in columns.items()}
 
 
 def _joined(parts: Sequence[Columns]) -> Columns:
@@ -300,12 +296,12 @@ def _scored(parts: Sequence[_Embedded]) -> tuple[Columns, int]:
     """
     columns, images, texts, belongs, ids = zip(*parts, strict=True)
     firsts = itertools.accumulate(map(len, images), initial=0)
-    belongs = torch.cat([of_part + first for of_part, first in zip(belongs, firsts, strict=False)])
-    images, texts = torch.cat(images), torch.cat(texts)
-    score = pair_scores(images, texts, belongs, None if ids[0] is None else torch.cat(ids), Processes(alone=True))
-    columns = _joined(columns) | {"score": score.cpu().numpy()}
-    alone = (score.isnan() & images.isfinite().all() & texts.isfinite().all()).cpu().numpy()
-    return {name: values[~alone] for name, values in columns.items()}, int(alone.sum())
+    caption_image = torch.cat([of_part + first for of_part, first in zip(belongs, firsts, strict=False)])
+    both, pair_ids = (torch.cat(images), torch.cat(texts)), None if ids[0] is None else torch.cat(ids)
+    score = pair_scores(*both, caption_image, pair_ids, Processes(alone=True))
+    every = _joined(columns) | {"score": score.cpu().numpy()}
+    alone = (score.isnan() & all(embeds.isfinite().all() for embeds in both)).cpu().numpy()
+    return {name: values[~alone] for name, values in every.items()}, int(alone.sum())
 
 
 def write_ledger_of_training(trainer: InfCLTrainer, dataset: ImageTextDataset | ImageTextStream) -> Ledger | None:

@@ -200,7 +200,6 @@ def describe_run(
     trained: Any = trainer.train_dataset
     pairs = trained.datasets[0] if isinstance(trained, Replayed) else trained
     eval_datasets: Any = trainer.eval_dataset or {}
-    collator: Any = trainer.data_collator
     encoder = trainer.dual_encoder
     settings = {"converted": f"from OpenCLIP's format. {escaped(' '.join(conversion))}"} if conversion else {}
     trains, base = trained_part(encoder.model, model.model)
@@ -209,7 +208,7 @@ def describe_run(
         settings["logit_scale"] = f"{encoder.scale_and_bias()[0].item():.4g}, frozen"
     if excluded := [f"{which} by {code(file)}" for which, file in map(words_of_excluded, data.exclude or ())]:
         settings["pairs excluded before"] = joined(excluded)
-    settings["image preprocessing"] = collator.image_backend
+    settings["image preprocessing"] = trainer.context.collator.image_backend
     return functools.partial(
         facts.training_facts,
         trainer,
@@ -221,7 +220,7 @@ def describe_run(
         replay_sources=[_source(spec, "train") for spec in read_sets("replay_dataset", data.replay_dataset)],
         pairs=len(pairs) if isinstance(pairs, ImageTextDataset) else None,
         pair_id_column=getattr(pairs, "pair_id_column", columns.pair_id_column),
-        evaluations=describe_evaluations(eval_datasets),
+        evaluations=[*describe_evaluations(eval_datasets)],
         settings=settings,
     )
 
@@ -250,16 +249,14 @@ def _source(spec: SetSpec, split: str, share: float | None = None) -> facts.Sour
     return facts.Source(name, is_on_hub, spec.split or split, licence, share)
 
 
-def describe_evaluations(datasets: sets.Sets) -> list[facts.Evaluation]:
+def describe_evaluations(datasets: sets.Sets) -> Iterator[facts.Evaluation]:
     """The evaluation data for the card; the metrics come from the logs."""
-    entries = []
     for key, dataset in datasets.items():
         files = dataset.benchmark
         (name, on_hub) = facts.source_name(dataset.source) if files is None else (files.dataset, files.on_hub)
         split, revision = (dataset.split or "test", None) if files is None else ("test", files.revision)
         is_guard = key.startswith("guard")
-        entries.append(facts.Evaluation(name, on_hub, split, len(dataset), key, guard=is_guard, revision=revision))
-    return facts.with_texts(entries, datasets)
+        yield facts.Evaluation(name, on_hub, split, len(dataset), key, guard=is_guard, revision=revision)
 
 
 RESULTS = ("*_results.json", ".eval_results", "trainer_state.json", facts.FACTS_FILE, CURVES_FILE, PICTURES_FILE)

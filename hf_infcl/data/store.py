@@ -31,11 +31,15 @@ class SizedDataset(Protocol):
 
 
 class KeyedItem(NamedTuple):
-    """An item of a training set with its key: at least 0 and less than 2⁶³, or `NO_KEY`. A stream's has a name too."""
+    """An item of a training set with its key: at least 0 and less than 2⁶³, or `NO_KEY`.
+
+    One of a stream also has a name, and the number of passes before that in which it is read.
+    """
 
     item: Any
     key: int
     name: str = ""
+    passes: int = 0
 
 
 class PlainRows(Subset[Any]):

@@ -588,5 +588,5 @@ class StreamBatches(MicroBatches):
             if stream.on_bad_sample == "skip":
                 item["skipped"] = bad
             skipped, bad, name = skipped + bad, 0, stream.shards[shard].name
-            keyed = KeyedItem(item, sample_key(name, key), f"{name} {key}") if self._keyed else item
+            keyed = KeyedItem(item, sample_key(name, key), f"{name} {key}", passes) if self._keyed else item
             yield keyed, passes, {"drawn": drawn + 1, "skipped": skipped, "sources": [*at]}
