@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, SaveStrategy
@@ -202,8 +201,12 @@ def describe_run(
     eval_datasets: Any = trainer.eval_dataset or {}
     encoder = trainer.dual_encoder
     settings = {"converted": f"from OpenCLIP's format. {escaped(' '.join(conversion))}"} if conversion else {}
-    trains, base = trained_part(encoder.model, model.model)
-    settings |= trains
+    base = None  # the model under the adapters that the start came with
+    if has_adapters(encoder.model):  # then only these train
+        (words, layers, alpha), base = describe_adapters(encoder.model), base_of_adapters(model.model)
+        continued = "" if base is None else f", those of {facts.source_name(model.model)[0]}"
+        settings["trained weights"] = words + continued
+        settings["layers with adapters"] = joined(list(map(code, layers))) + (f"; alpha {alpha:g}" if alpha else "")
     if not encoder.temperature_parameters[0].requires_grad:
         settings["logit_scale"] = f"{encoder.scale_and_bias()[0].item():.4g}, frozen"
     if excluded := [f"{which} by {code(file)}" for which, file in map(words_of_excluded, data.exclude or ())]:
@@ -223,16 +226,6 @@ def describe_run(
         evaluations=[*describe_evaluations(eval_datasets)],
         settings=settings,
     )
-
-
-def trained_part(model: nn.Module, start: str) -> tuple[dict[str, str], str | None]:
-    """The card's rows on adapters, if only they train; and the model under them, if the start came with them."""
-    if not has_adapters(model):
-        return {}, None
-    (words, layers, alpha), base = describe_adapters(model), base_of_adapters(start)
-    rows = {"trained weights": words if base is None else f"{words}, those of {facts.source_name(start)[0]}"}
-    rows["layers with adapters"] = joined(list(map(code, layers))) + (f"; alpha {alpha:g}" if alpha else "")
-    return rows, base
 
 
 def describe_sources(options: DataOptions) -> list[facts.Source]:
@@ -352,7 +345,10 @@ def dry_run(trainer: InfCLTrainer) -> None:
     trainer.add_callback(_FirstSteps())
     trainer.train()
     device = trainer.args.device
-    used = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident()
+    if device.type == "cuda":
+        used = torch.cuda.max_memory_allocated(device)
+    else:
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     memory = max(peak for (peak,) in Processes().agree([used]))
     tell(trainer, *lines_of_steps(trainer, memory))
     leave(trainer)
@@ -391,8 +387,3 @@ def lines_of_steps(trainer: InfCLTrainer, memory: float) -> Iterator[str]:
         yield f"Loss: {exchange}; on H100s it is predicted to take {exchange.seconds:.2g} s of a step."
     whole = timedelta(seconds=round(step * state.max_steps))
     yield f"The whole training takes {whole}, with equally fast loading, and without evaluations and checkpoints."
-
-
-def _resident() -> int:
-    """The most bytes that this process has had in memory."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

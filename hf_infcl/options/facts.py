@@ -8,7 +8,7 @@ Names, types, defaults and helps of transformers.TrainingArguments are in a file
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, fields, make_dataclass
+from dataclasses import MISSING, fields, make_dataclass
 from functools import cache
 from numbers import Integral, Real
 from pathlib import Path
@@ -87,12 +87,15 @@ def check_values(options: Any) -> None:
 
     A single value of an option that takes a list becomes a list of one.
     """
-    facts_of_all = facts_by_name(options)
+    facts_of_all, declared = facts_by_name(options), declared_facts(options)
     for one in fields(options):
-        name, facts = one.name, facts_of_all[one.name]
-        if name in declared_facts(options) and str(one.type).startswith("list["):
-            _make_list(options, one)
-        value = getattr(options, name)
+        name, facts, value = one.name, facts_of_all[one.name], getattr(options, one.name)
+        if value is not None and name in declared and (items := re.match(r"list\[(\w+)\]", str(one.type))):
+            values = list(value) if isinstance(value, (list, tuple)) else [value]
+            kind, words = {"int": (Integral, "whole numbers"), "float": (Real, "numbers")}.get(items[1], (object, ""))
+            if not all(isinstance(item, kind) for item in values):
+                raise ValueError(f"{name} must be a list of {words}, got {value!r}.")
+            setattr(options, name, value := values)
         if isinstance(value, Integral) and int(value) >= LARGEST and not name.endswith("seed"):
             raise ValueError(f"{name} must be less than {LARGEST:,}, which no training counts up to, got {value:,}.")
         is_default = one.default is not MISSING and value == one.default
@@ -106,18 +109,6 @@ def check_values(options: Any) -> None:
         if facts.needs and not is_default and not any(holds(options, one) for one in facts.needs.split(" or ")):
             needed = facts.needs
             raise ValueError(f"{name}={spelled(value)} has no effect without {needed}: add {needed} or drop {name}.")
-
-
-def _make_list(options: Any, declared: Field[Any]) -> None:
-    """Makes a list of the value of an option whose type is one, such as ``list[str] | None``."""
-    value, kind = getattr(options, declared.name), str(declared.type).removeprefix("list[").partition("]")[0]
-    if value is None:
-        return
-    values = list(value) if isinstance(value, (list, tuple)) else [value]
-    number, words = {"int": (Integral, "whole numbers"), "float": (Real, "numbers")}.get(kind, (object, ""))
-    if not all(isinstance(one, number) for one in values):
-        raise ValueError(f"{declared.name} must be a list of {words}, got {value!r}.")
-    setattr(options, declared.name, values)
 
 
 def values_of_card(args: Any) -> Iterator[tuple[str, str, Any]]:
