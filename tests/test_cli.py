@@ -57,10 +57,10 @@ from hf_infcl.kernels import BACKENDS
 from hf_infcl.loss import OBJECTIVES
 from hf_infcl.loss.strategies import STRATEGIES
 from hf_infcl.models.model_types import TOWERS
-from hf_infcl.options import facts as theirs
+from hf_infcl.options import contrastive as theirs
 from hf_infcl.options.commands import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
 from hf_infcl.options.contrastive import ContrastiveOptions
-from hf_infcl.options.facts import facts_by_name
+from hf_infcl.options.declaring import facts_by_name
 from hf_infcl.processes.lock import locked
 from hf_infcl.quality.averages import interpolated
 from hf_infcl.trainer import evaluating as best_metric

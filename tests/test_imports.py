@@ -27,7 +27,7 @@ def inside(*names: str) -> tuple[str, ...]:
 
 
 # The modules of options that declare them.
-DECLARING = ("commands", "contrastive", "declaring", "facts")
+DECLARING = ("commands", "contrastive", "declaring")
 
 # Of modules that read options, so that a mistyped one is answered at once.
 WITHOUT_TORCH = (

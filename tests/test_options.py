@@ -12,11 +12,22 @@ from transformers import TrainingArguments
 from hf_infcl import InfCLTrainingArguments
 from hf_infcl.cli import commands
 from hf_infcl.cli.parser import Parser
-from hf_infcl.options import facts as theirs
+from hf_infcl.options import contrastive as theirs
 from hf_infcl.options.arguments import REFUSALS, check_command
 from hf_infcl.options.contrastive import ContrastiveOptions
-from hf_infcl.options.declaring import FINITE, FROM_1, Facts, declared_facts, described, option, refuse
-from hf_infcl.options.facts import check_values, facts_by_name, facts_of_theirs, values_of_card
+from hf_infcl.options.declaring import (
+    FINITE,
+    FROM_1,
+    Facts,
+    check_values,
+    declared_facts,
+    described,
+    facts_by_name,
+    facts_of_theirs,
+    option,
+    refuse,
+    values_of_card,
+)
 from hf_infcl.options.record import options_of_arguments
 
 OURS = {one.name for one in fields(ContrastiveOptions)}  # the options that this package declares

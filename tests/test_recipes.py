@@ -25,7 +25,7 @@ from hf_infcl import InfCLTrainingArguments
 from hf_infcl.cli.commands import PARSERS
 from hf_infcl.cli.parser import Parser
 from hf_infcl.models.sharding import FSDP_SINCE
-from hf_infcl.options.facts import RECIPES
+from hf_infcl.options.declaring import RECIPES
 
 
 def changes(small: list[Any], tmp_path: Path, recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,8 +23,7 @@ from ..data.replay import Replayed
 from ..evaluation.metrics import score_if_measured
 from ..files.text import Url, code, counted, describe_cause, joined, without_secrets
 from ..optim.groups import words_of_groups
-from ..options.declaring import spelled
-from ..options.facts import WITHOUT_WARM_UP, values_of_card
+from ..options.declaring import WITHOUT_WARM_UP, spelled, values_of_card
 from ..quality.averages import Averaged, Measured
 from ..shards.opening import digest
 from ..trainer.loaders import drawn_texts

@@ -13,7 +13,7 @@ from ..evaluation.metrics import METRICS, metrics_of_kind
 from ..files.text import counted
 from ..options.arguments import InfCLTrainingArguments
 from ..options.commands import OF_PAIRS, StartOptions
-from ..options.facts import FILES
+from ..options.declaring import FILES
 from ..step.micro_batches import memory_is_known
 from ..trainer.evaluating import check_metric, use_of_metric
 from .benchmarks import benchmark_key, expanded

@@ -26,9 +26,8 @@ from transformers.hf_argparser import string_to_bool
 
 from ..files.text import without_secrets
 from ..options.commands import DataOptions
-from ..options.contrastive import ContrastiveOptions
-from ..options.declaring import documented, holds
-from ..options.facts import FILES, RECIPES, check_values, of_transformers, options_in, release_of_file, table_of_package
+from ..options.contrastive import ContrastiveOptions, of_transformers, release_of_file
+from ..options.declaring import FILES, RECIPES, check_values, documented, holds, options_in, table_of_package
 
 
 def print_error(command: str, message: str, *, below: bool = False) -> None:

@@ -23,8 +23,7 @@ from ..evaluation.metrics import METRICS, metric_named
 from ..files.text import counted
 from ..processes.signals import ended_with_launcher
 from .contrastive import DIVISION, SEARCHED, ContrastiveOptions, muon_settings
-from .declaring import refuse
-from .facts import CHECKPOINTING, SCHEDULES_BY_METRIC, check_values, table_of_package
+from .declaring import CHECKPOINTING, SCHEDULES_BY_METRIC, check_values, refuse, table_of_package
 
 # Of each kind, the conditions that must not hold together, and why.
 REFUSALS: dict[str, dict[str, str]] = table_of_package("refusals")

@@ -1,9 +1,19 @@
-"""The options of contrastive training, which `InfCLTrainingArguments` has beside those of transformers."""
+"""The options of contrastive training, and those of transformers.TrainingArguments, without torch.
 
+Names, types, defaults and helps of the latter are in a file, which ``python tests/helpers/theirs.py`` writes. A name
+that the installed release has and the file lacks is accepted, see `hf_infcl.cli.parser`.
+"""
+
+import json
 from collections.abc import Collection
-from typing import Any
+from dataclasses import fields, make_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal  # noqa: F401  # types in the file are Literal
 
-from .declaring import FINITE, FRACTION, FROM_0, FROM_1, MULTIPLIER, PART, SHARE, described, option
+from .declaring import FINITE, FRACTION, FROM_0, FROM_1, MULTIPLIER, PART, SHARE, described, field_of, option
+
+FILE = Path(__file__).with_name("transformers_options.json")
 
 DIVISION = ("per_device_train_batch_size", "gradient_accumulation_steps")  # of a global batch among the processes
 SEARCHED = ("texts_at_once", "retain_graphs")  # what a training finds for its micro-batches, in this order
@@ -201,3 +211,21 @@ def muon_settings(text: str | None) -> dict[str, Any]:
             f"optimizer='muon' takes {known} from optim_args, as in 'momentum=0.9,ns_steps=6', got {text!r}. "
             "Adam's options are the arguments adam_beta1, adam_beta2, adam_epsilon and weight_decay."
         ) from error
+
+
+def release_of_file() -> str:
+    """The release of transformers whose options the file has."""
+    return str(json.loads(FILE.read_text(encoding="utf-8"))["release"])
+
+
+@cache
+def of_transformers() -> type:
+    """A dataclass with the fields of transformers.TrainingArguments that this package does not declare itself."""
+    ours = {one.name for one in fields(ContrastiveOptions)}
+    declared: list[tuple[str, Any, Any]] = []
+    for name, one in json.loads(FILE.read_text(encoding="utf-8"))["options"].items():
+        kind, default = one.pop("type"), one.pop("default")
+        declared += [(name, kind, field_of(default, one))] * (name not in ours)
+    # The types are text, which is evaluated in this module.
+    space = {"_argument_group_name": "The training (transformers.TrainingArguments)", "__module__": __name__}
+    return make_dataclass("TheirOptions", declared, namespace=space)

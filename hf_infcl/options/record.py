@@ -17,7 +17,7 @@ from torch import nn
 
 from ..models.adapters import has_adapters
 from .arguments import InfCLTrainingArguments
-from .facts import WITHOUT_WARM_UP, facts_by_name
+from .declaring import WITHOUT_WARM_UP, facts_by_name
 
 RECORD_NAME = "infcl_run.json"
 

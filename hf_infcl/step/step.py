@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from ..loss import OBJECTIVES
 from ..models.dual_encoder import NO_TEXTS, images_of
-from ..options.facts import CHECKPOINTING
+from ..options.declaring import CHECKPOINTING
 from ..options.record import RunRecord
 from ..processes.collectives import Processes, failures_announced
 from ..processes.signals import Phases

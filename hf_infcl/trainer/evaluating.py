@@ -25,8 +25,7 @@ from ..evaluation.metrics import CEILING, KS, Found, measured, metrics_of_kind
 from ..loss import local_contrastive_loss
 from ..models.dual_encoder import IMAGE_INPUTS, TEXT_INPUTS
 from ..models.sharding import failures_announced_unless_sharded, fsdp_tower_methods
-from ..options.declaring import spelled
-from ..options.facts import SCHEDULES_BY_METRIC
+from ..options.declaring import SCHEDULES_BY_METRIC, spelled
 from ..processes.collectives import AnnouncingDataLoader, Processes, failures_announced, gather_rows
 from ..step.grad_cache import random_state_kept
 from ..step.terms import Context

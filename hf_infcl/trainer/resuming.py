@@ -15,8 +15,7 @@ from ..data.replay import Epochs, Replayed, is_own
 from ..data.store import all_parts, content_fingerprint, most_captions, negative_caption_columns
 from ..files.text import counted, was_and_is
 from ..options.arguments import InfCLTrainingArguments
-from ..options.declaring import spelled
-from ..options.facts import facts_by_name
+from ..options.declaring import facts_by_name, spelled
 from ..options.record import RECORD_NAME, RunRecord, as_json, options_of_arguments, options_of_data, options_of_model
 from ..processes.collectives import Processes
 from ..step.terms import Context

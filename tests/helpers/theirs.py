@@ -12,7 +12,7 @@ from typing import Any
 
 import transformers
 
-from hf_infcl.options.facts import FILE
+from hf_infcl.options.contrastive import FILE
 
 NOT_IN_WORDS = {"parallelism_config"}  # takes an object, which no command line can express
 
