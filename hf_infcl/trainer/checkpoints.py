@@ -102,11 +102,8 @@ class Checkpoints:
     ) -> Checkpoint | None:
         """Writes a checkpoint, with ``write`` the files of this process into `Checkpoint.partial`; collective.
 
-        If a process cannot write, for example because the disk is full, all processes log the error, and the training
-        continues to the next save.
-
-        Returns:
-            The complete checkpoint, or None if it could not be written.
+        If a process cannot write, for example because the disk is full, all processes log the error, the result is
+        None, and the training continues to the next save.
         """
         checkpoint = Checkpoint(output_dir, step)
         self.partial_dir = str(checkpoint.partial_dir)
@@ -178,8 +175,7 @@ def _flush(*paths: Path) -> None:
 def damage(checkpoint: str | Path, *, checksums: bool = True) -> str | None:
     """A sentence that names the file of a checkpoint that is damaged, missing or unreadable, or None if none is.
 
-    Args:
-        checksums: also read all files and compare their checksums. Otherwise only presence and sizes are checked.
+    Without ``checksums``, for which all files are read, only presence and sizes are checked.
     """
     manifest = Path(checkpoint, MANIFEST_NAME)
     try:

@@ -161,7 +161,17 @@ def check_arguments(
         kwargs["train_dataset"] = Replayed(kwargs["train_dataset"], old, args)
     elif args.replay_share is not None:
         raise ValueError("replay_share had no effect without old pairs. Pass a replay_dataset.")
-    _check_processes(args)
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"{args.n_gpu} GPUs are visible to one process, for which Trainer uses nn.DataParallel; its replicas "
+            "cannot share a contrastive batch. Start one process per GPU with `accelerate launch` or `torchrun`, or "
+            "show this process one GPU with CUDA_VISIBLE_DEVICES=0."
+        )
+    if (started := Processes().world_size) != args.world_size:
+        raise ValueError(
+            f"{started} processes were started, but each would train on its own, because "
+            f"args.world_size is {args.world_size}. On CPUs pass use_cpu=True."
+        )
     if model is not None:
         DualEncoder(model)  # raises an error for any other model
     optimizer, _ = kwargs.get("optimizers") or (None, None)
@@ -175,20 +185,6 @@ def check_arguments(
     check_formats(model, args, kwargs.get("processing_class"))
     if args.should_save:
         check_writable(str(args.output_dir))
-
-
-def _check_processes(args: InfCLTrainingArguments) -> None:
-    if args.n_gpu > 1:
-        raise ValueError(
-            f"{args.n_gpu} GPUs are visible to one process, for which Trainer uses nn.DataParallel; its replicas "
-            "cannot share a contrastive batch. Start one process per GPU with `accelerate launch` or `torchrun`, or "
-            "show this process one GPU with CUDA_VISIBLE_DEVICES=0."
-        )
-    if (started := Processes().world_size) != args.world_size:
-        raise ValueError(
-            f"{started} processes were started, but each would train on its own, because "
-            f"args.world_size is {args.world_size}. On CPUs pass use_cpu=True."
-        )
 
 
 def _check_data(args: InfCLTrainingArguments, data_collator: DataCollator | None, kwargs: Mapping[str, object]) -> None:

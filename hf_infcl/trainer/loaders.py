@@ -24,7 +24,7 @@ from ..data.collator import ContrastiveCollator, DataCollator
 from ..data.loader import SLOW_SHARE, WAIT_SHARE, WAIT_WINDOWS, DataWait, TrainingLoader, check_window, worker_options
 from ..data.pairs import REPEATED, caption_pair_id
 from ..data.replay import Epochs, Replayed
-from ..data.store import KeyedItem, all_parts, most_captions, negative_caption_columns, set_epoch
+from ..data.store import KeyedItem, all_parts, set_epoch
 from ..files.text import counted, describe_cause
 from ..models.dual_encoder import NO_MASK, images_of
 from ..options.arguments import InfCLTrainingArguments
@@ -123,8 +123,7 @@ def add_used_columns(columns: list[str] | None, collator: object) -> None:
 def set_sizes(collator: object, args: InfCLTrainingArguments) -> None:
     """Sets the ``image_size``, and ``max_text_tokens`` above the tokenizer's limit, for all rows and what is saved.
 
-    Raises:
-        ValueError: as `training_collator`.
+    Raises as `training_collator` does.
     """
     if isinstance(collator, ContrastiveCollator):
         if args.image_size is not None:
@@ -180,8 +179,7 @@ class TrainingCollator:
 def training_collator(collator: Any, args: InfCLTrainingArguments) -> DataCollator:
     """The data collator for the rows of a training, which cuts captions to ``max_text_tokens`` if that is set.
 
-    Raises:
-        ValueError: it is no `ContrastiveCollator`, or see `ContrastiveCollator.cut_to`.
+    Raises a ValueError if it is no `ContrastiveCollator`, and those of `ContrastiveCollator.cut_to`.
     """
     if args.max_text_tokens is None:
         return collator
@@ -219,11 +217,6 @@ def values_of_loop(args: InfCLTrainingArguments, loader: DataLoader, values: tup
                 + (f", with {counted(further, 'pair')} of a further epoch." if further > 0 else ".")
             )
     return epochs.of(steps - 1) + 1 if goes_on else last, windows, examples, steps * batch, batch, in_epoch, steps
-
-
-def drawn_texts(data: object) -> tuple[int, str | None]:
-    """The most captions that a training set draws of an image, and the column of its negative captions, if any."""
-    return most_captions(data), next(iter(negative_caption_columns(data)), None)
 
 
 def rows_of(data: object) -> int | None:

@@ -253,8 +253,7 @@ def find_average(
 def average_with_start(trainer: Any, start: Weights, *sets: Any, **options: Any) -> Averaged:
     """`find_average` of the ``start`` of a training and its end, once it has ended; collective.
 
-    Raises:
-        ValueError: no checkpoint keeps the weights of the end, for example because the disk was full.
+    Raises a ValueError if no checkpoint keeps the weights of the end, for example because the disk was full.
     """
     kept = checkpoint_of_end(trainer) is not None
     if not Processes().agree([kept])[0][0]:
@@ -308,8 +307,7 @@ class Pushes:
     def fetch_checkpoint(self, resumes: str | bool | None) -> None:
         """Fetches the newest checkpoint of ``checkpoint_store`` if the newest of all is resumed from; collective.
 
-        Raises:
-            ValueError: on every process, if the store cannot be read.
+        Raises a ValueError on every process if the store cannot be read.
         """
         problem = ""
         if self._store is not None and self._args.should_save and resumes in (True, "auto"):
@@ -323,8 +321,7 @@ class Pushes:
     def finish(self) -> float:
         """Waits for the push that runs: a later training could replace the files that it reads.
 
-        Returns:
-            The seconds of the wait, which are no part of the training's time.
+        The seconds of the wait, which it returns, are no part of the training's time.
         """
         begin = time.monotonic()
         if running := self.uploading():

@@ -1,7 +1,7 @@
 """Creates the optimizer and its schedule, and refuses options that they do not take."""
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from ..models.dual_encoder import DualEncoder
 from ..optim import MuonAdamW, parameter_groups
-from ..optim.groups import divided, matching, table_of_groups
+from ..optim.groups import divided, table_of_groups
 from ..options.arguments import InfCLTrainingArguments
 from ..options.contrastive import RATES, muon_settings
 from ..options.declaring import spelled
@@ -42,8 +42,7 @@ class Optimization:
     def optimizer(self, trainer: Any, create: Callable[[], Optimizer]) -> Optimizer:
         """The optimizer that was passed, or Trainer's (``create``) or Muon with the learning rates of the options.
 
-        Raises:
-            ValueError: no parameter would be trained, or the optimizer does not take its options.
+        Raises a ValueError if no parameter would be trained, or the optimizer does not take its options.
         """
         context, passed, args = trainer.context, trainer.optimizer, self._args
         encoder, model, self._was_asked = context.encoder, context.encoder.model, True
@@ -167,19 +166,6 @@ def check_optimizer_options(
             f"optim={optimizer!r} does not take {', '.join(ignored)} from optim_args={args.optim_args!r}: transformers "
             "would ignore it. Remove it; Adam's options are adam_beta1, adam_beta2, adam_epsilon and weight_decay."
         )
-
-
-def decaying(model: nn.Module, names: Iterable[str], exempt: Sequence[str]) -> list[str]:
-    """The parameters among those that Trainer would let decay that are matrices, tables or convolutions.
-
-    ``exempt`` are regular expressions that match parts of the names of further parameters that do not decay.
-
-    Raises:
-        ValueError: a pattern is no regular expression, or matches no name.
-    """
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    exempted = matching(trained, "no_decay_parameters", exempt)
-    return [name for name in names if name in trained and trained[name].ndim > 1 and name not in exempted]
 
 
 def _create_muon(encoder: DualEncoder, args: InfCLTrainingArguments, decaying: Collection[str]) -> MuonAdamW:

@@ -21,6 +21,7 @@ from ..data.replay import epochs_of, is_own
 from ..data.store import PlainRows, check_has_rows, has_epochs, most_captions
 from ..evaluation.metrics import Found
 from ..models.dual_encoder import DualEncoder
+from ..optim.groups import matching
 from ..options.arguments import InfCLTrainingArguments
 from ..options.record import RunRecord
 from ..processes.collectives import gather_rows
@@ -36,7 +37,7 @@ from . import construction, loaders, model_files
 from .checkpoints import Checkpoints, rotate
 from .evaluating import Evaluator, check_metric_of_training, checked_metrics, tell_predictions
 from .loop_events import Decisions, Progress, add_own_callbacks, is_logged, replaced, saved_early, switch_weights
-from .optimization import Optimization, decaying
+from .optimization import Optimization
 from .resuming import Resumption, make_resumption, make_run
 
 
@@ -196,8 +197,14 @@ class InfCLTrainer(Trainer):
         self.args.check()  # the trial has changed them
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Trainer's names without vectors and scalars: as in CLIP, only matrices decay, and never logit_scale."""
-        return decaying(model, super().get_decay_parameter_names(model), self.args.no_decay_parameters or ())
+        """Trainer's names without vectors and scalars: as in CLIP, only matrices decay, and never logit_scale.
+
+        Those in which a pattern of ``no_decay_parameters`` is found do not decay either; see `matching` for the errors.
+        """
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        exempt = matching(trained, "no_decay_parameters", self.args.no_decay_parameters or ())
+        names = super().get_decay_parameter_names(model)
+        return [name for name in names if name in trained and trained[name].ndim > 1 and name not in exempt]
 
     def create_optimizer(self, *args: object, **kwargs: object) -> torch.optim.Optimizer:
         """Trainer's optimizer or Muon, with the rates of the options of this package."""
