@@ -104,7 +104,7 @@ def parameter_groups(
                 f"{name} has the shape {tuple(parameter.shape)}, but Muon updates matrices only. Leave it to AdamW."
             )
         decays = name in decaying
-        new = {
+        new: Group = {
             "params": [],
             "name": role,
             "algorithm": algorithm,
@@ -127,8 +127,7 @@ def parameter_groups(
 def matching(names: Iterable[str], use: str, patterns: Sequence[str]) -> set[str]:
     """The names in which one of the regular expressions is found.
 
-    Raises:
-        ValueError: a pattern is no regular expression, or is found in no name; the message has ``use``.
+    Raises a ValueError, with ``use``, if a pattern is no regular expression, or is found in no name.
     """
     every, chosen = list(names), set()
     for pattern in patterns:
@@ -143,14 +142,10 @@ def matching(names: Iterable[str], use: str, patterns: Sequence[str]) -> set[str
 
 
 def divided(groups: Iterable[Group], parts: Mapping[nn.Parameter, tuple[str, float]]) -> list[Group]:
-    """The groups of a new optimizer, divided by parts of the model with rates of their own.
+    """The groups of any optimizer before its first step, divided by parts of the model with rates of their own.
 
-    Args:
-        groups: of any optimizer before its first step.
-        parts: the name of its part and the factor of its learning rate, by the parameter. Others keep their rate.
-
-    Returns:
-        New groups. Those at the full rate come first, because it is the rate of the first one that is logged.
+    ``parts`` has the name of its part and the factor of its learning rate by the parameter; others keep their rate.
+    Groups at the full rate come first, because it is the rate of the first one that is logged.
     """
     pairs = []
     for group in groups:
@@ -216,7 +211,7 @@ def _by_tower_and_rate(named: tuple[tuple[str, str], list[Group]]) -> tuple[str,
 
 
 def _rate(group: Group) -> float:
-    return float(group.get("initial_lr", group["lr"]))
+    return float(group["initial_lr"] if "initial_lr" in group else group["lr"])
 
 
 def _rates(groups: Iterable[Group]) -> str:

@@ -99,9 +99,7 @@ def orthogonalise_sharded(
     """Orthogonalises matrices of which each process holds some rows, split as `torch.chunk` does.
 
     Each process receives the rows of its share of the matrices, orthogonalises these as a whole and returns the rows.
-
-    Returns:
-        The rows of this process, [count, its rows, columns].
+    The result is the rows of this process, [count, its rows, columns].
     """
     rows, columns = shape
     ranks, parts = dist.get_world_size(group), updates(slice(count))

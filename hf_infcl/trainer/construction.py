@@ -143,9 +143,9 @@ def check_arguments(
     Raises:
         ValueError: the model is not a dual encoder; ``args`` has another class; several GPUs are visible without a
             launcher; ``args.world_size`` is not the number of processes; ``compute_loss_func`` or
-            ``preprocess_logits_for_metrics`` is passed; a dataset of
-            images has neither a processor nor a collator; ``equal_ids="exclude"`` is set for a training set that draws
-            several captions per image; ``output_dir`` is not writable; ``extensions`` is not a list of extensions.
+            ``preprocess_logits_for_metrics`` is passed; a dataset of images has neither a processor nor a collator;
+            ``equal_ids="exclude"`` is set for a training set that draws several captions per image; ``output_dir`` is
+            not writable; ``extensions`` is not a list of extensions.
     """
     if kwargs.get("processing_class") is None and isinstance(data_collator, ContrastiveCollator):
         kwargs["processing_class"] = data_collator.processor

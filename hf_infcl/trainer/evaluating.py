@@ -66,9 +66,8 @@ def class_vectors(dataset: ZeroShotDataset, context: Context, processing_class: 
     size = context.args.per_device_eval_batch_size
     # All ranks encode equally often, because under FSDP a forward communicates. The shares follow the order of the
     # ranks, and the last prompt is repeated to fill the last ones.
-    of_each = -(-len(prompts) // processes.world_size)
-    filled = prompts + prompts[-1:] * (of_each * processes.world_size - len(prompts))
-    share, encoded = filled[processes.rank * of_each : (processes.rank + 1) * of_each], []
+    of_each, encoded = -(-len(prompts) // processes.world_size), []
+    share = [prompts[min(place + processes.rank * of_each, len(prompts) - 1)] for place in range(of_each)]
     with failures_announced_unless_sharded(context.accelerator):
         padding = (collator.text_padding if isinstance(collator, ContrastiveCollator) else None) or {}
         at_once = 1

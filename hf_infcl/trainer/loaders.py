@@ -304,8 +304,7 @@ class TrainingData:
         """
         interruptions.phases.enter("loading data", step)
         self.window, self.given = Window([]), []  # the batches of the last one take memory
-        rows = 0
-        batches: list[Any] = []
+        rows, batches = 0, list[Any]()
         if self._exhausted:
             return self.window
         try:
@@ -395,17 +394,17 @@ class TrainingData:
         if (skipped := self._skipped_samples()) is not None:
             logs["skipped_samples"] = skipped
         wait, loader = self.wait, self._loader
-        progress = None if loader is None else loader.progress()
+        progress = {} if loader is None else loader.progress()
         step, waited = wait.since_last()
         own, recent = waited + first_pass, waited / step if step else 0.0
-        numbers = [own, recent, wait.share(), sum(self.window.sizes[1]), *(progress or {}).values()]
+        numbers = [own, recent, wait.share(), sum(self.window.sizes[1]), *progress.values()]
         of_ranks, shares, overall, texts, *sums = zip(*self._processes.agree(numbers), strict=True)
         if sum(texts) != (images := self._images * len(texts)) and len(self.window):
             logs["texts_per_image"] = round(sum(texts) / images, 3)
         if wait.windows > 0:
             logs["data_wait"] = round(max(shares), 4)
             logs |= self._slowest(of_ranks, step, waited)
-        if progress is not None:
+        if progress:
             totals = dict(zip(progress, map(sum, sums), strict=True))
             if "replayed" in totals:
                 logs["replay_samples"] = int(totals["replayed"])

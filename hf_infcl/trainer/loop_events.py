@@ -144,18 +144,14 @@ class EarlyStopping(EarlyStoppingCallback):
 
     _first_step = 0
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: object) -> None:
         super().on_train_begin(args, state, control, **kwargs)
         self.early_stopping_patience_counter, self._first_step = _count(state), state.global_step
 
     def on_epoch_begin(self, *_: object, **kwargs: object) -> None:
         self._first_step = -1  # a resumed training may repeat the evaluation of its first step
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **more: object
-    ) -> None:
+    def on_evaluate(self, args: Any, state: TrainerState, control: Any, metrics: Any = None, **more: object) -> None:
         is_of_its_set = f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}" in metrics
         if is_of_its_set and state.global_step != self._first_step:
             super().on_evaluate(args, state, control, metrics, **more)

@@ -155,10 +155,8 @@ def saves_shards(accelerator: Accelerator) -> bool:
 def model_to_train(options: TrainedModelOptions, lora: LoraOptions, args: InfCLTrainingArguments) -> Loaded:
     """Loads the model of a training with its adapters, or with new ones if they are asked for.
 
-    Whatever is new is drawn from ``args.seed``, alike on all processes.
-
-    Raises:
-        ValueError: the model cannot be loaded, or its adapters and the options do not go together.
+    Whatever is new is drawn from ``args.seed``, alike on all processes. Raises a ValueError if the model cannot be
+    loaded, or its adapters and the options do not go together.
     """
     new: Any = {"new_weights": options.new_weights or (), "seed": args.seed}
     loaded = load(options.model, options.open_clip_model, merges=False, tokenizer=options.tokenizer, **new)
@@ -399,11 +397,8 @@ def _report_failure(step: str, job: Future[Any]) -> None:
 def make_repository(trainer: Any, create: Callable[[], None], token: str | None) -> None:
     """Creates the repository as Trainer does, and the branch ``hub_revision`` on the main process.
 
-    The Hub may be unreachable, or reject the token or the name. Trainer's constructor creates the repository, so this
-    is reported before the first step.
-
-    Raises:
-        OSError: this could not be done; the message says what to do.
+    The Hub may be unreachable, or reject the token or the name: an OSError then says what to do. Trainer's constructor
+    creates the repository, so this is reported before the first step.
     """
     args, branch = trainer.args, trainer.args.hub_revision
     try:
@@ -428,8 +423,7 @@ def checkpoint_of_hub_if_named(
 ) -> str | bool | None:
     """Returns ``resumes``, or for ``last-checkpoint`` its folder, which is downloaded once per machine; collective.
 
-    Raises:
-        ValueError: on every process, if no repository is named, it has no such folder, or it is unreachable.
+    Raises a ValueError on every process if no repository is named, it has no such folder, or it is unreachable.
     """
     if resumes != LAST_CHECKPOINT:
         return resumes

@@ -80,8 +80,7 @@ class Optimization:
     def scheduler(self, trainer: Any, make: Callable[[], LRScheduler]) -> LRScheduler:
         """The schedule that was passed, or Trainer's. Notes its options and those of the optimizer.
 
-        Raises:
-            ValueError: the schedule does not take its options; a subclass makes the optimizer, without the options.
+        Raises a ValueError if it does not take its options, or if a subclass makes the optimizer without the options.
         """
         args, optimizer, schedule = self._args, trainer.optimizer, trainer.lr_scheduler
         if not self._was_asked and (names := options_of_own_optimizer(args)):
@@ -127,17 +126,12 @@ def errors_of_options(args: InfCLTrainingArguments, kind: str, further: str, mad
 def check_optimizer_options(
     args: InfCLTrainingArguments, optimizer_for: Callable[[InfCLTrainingArguments], object]
 ) -> None:
-    """Refuses options that the optimizer does not accept; transformers ignores them silently.
+    """Raises a ValueError that lists options that the optimizer does not accept; transformers ignores them silently.
 
     These are names in ``args.optim_args``, and Adam's options that differ from their defaults. An optimizer accepts an
     option if its settings change with the value of that option, or an error occurs. Optimizers for
-    ``optim_target_modules`` are not checked, because their settings hold parameters of the model.
-
-    Args:
-        optimizer_for: returns the class and the settings of the optimizer for some arguments.
-
-    Raises:
-        ValueError: there are such options; the message lists them.
+    ``optim_target_modules`` are not checked, because their settings hold parameters of the model. ``optimizer_for``
+    returns the class and the settings of the optimizer for some arguments.
     """
     if args.optim_target_modules is not None:
         return

@@ -113,11 +113,7 @@ class Resumption:
         self._is_complete = False
 
     def check(self, run: Mapping[str, Any], data: object, world_size: int) -> None:
-        """Compares the run of the checkpoint with this one.
-
-        Raises:
-            ValueError: they differ, another trainer wrote the checkpoint, or it has no position in a stream.
-        """
+        """Raises a ValueError if the checkpoint is of another run or trainer, or has no position in a stream."""
         checkpoint, record = self.checkpoint, self.record
         if checkpoint is None:
             return
