@@ -74,7 +74,7 @@ def check_best_metric(namespace: argparse.Namespace) -> None:
             f"{use} needs something to evaluate: pass a set or benchmark to evaluate, such as --eval_dataset."
         )
     possible = [f"{name}_{metric}" for name, metrics in kinds.items() for metric in metrics]
-    check_metric(namespace.metric_for_best_model, possible, use)
+    check_metric(namespace, possible)
 
 
 def chooses_model(args: InfCLTrainingArguments, keep: StartOptions) -> bool:

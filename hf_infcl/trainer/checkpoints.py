@@ -37,9 +37,10 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpoint:
-    """A checkpoint after so many optimizer steps while it is written: `begin`, then its files, `flush`, `complete`.
+    """A checkpoint while it is written, after ``step`` trained optimizer steps.
 
-    Every process has to return from one before any process calls the next.
+    Call `begin`, write its files, then call `flush` and `complete`. Every process has to return from one before any
+    process calls the next.
 
     Attributes:
         folder: the location of the complete checkpoint.

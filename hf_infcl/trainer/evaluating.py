@@ -106,13 +106,6 @@ def use_of_metric(options: Any) -> str | None:
     return next((use for use, is_set in uses.items() if is_set), None)
 
 
-def check_metric_of_training(options: Any, evaluated: object) -> None:
-    """Raises a ValueError if a training would look up a metric that its evaluations do not measure."""
-    use = use_of_metric(options)
-    if use is not None and options.eval_strategy != "no":
-        check_metric(str(options.metric_for_best_model), metrics_of(evaluated), use)
-
-
 def metrics_of(dataset: object) -> list[str]:
     """The names of the metrics of a set, without the prefix ``eval_``; for a dictionary of sets with their names."""
     if isinstance(dataset, Mapping):
@@ -121,12 +114,13 @@ def metrics_of(dataset: object) -> list[str]:
     return list(metrics_of_kind(getattr(dataset, "kind", "pairs"), num_classes))
 
 
-def check_metric(wanted: str, names: Sequence[str], use: str) -> None:
-    """Raises a ValueError if the metric that an option (``use``) looks up is not measured.
+def check_metric(options: Any, names: Sequence[str]) -> None:
+    """Raises a ValueError if the metric that an option looks up is not measured.
 
     It is with or without ``eval_``; the names of those that are measured are without.
     """
-    if (name := wanted.removeprefix("eval_")) not in names:
+    use, name = use_of_metric(options), str(options.metric_for_best_model).removeprefix("eval_")
+    if use is not None and name not in names:
         looked_up = use if use == "metric_for_best_model" else f"{use} looks up metric_for_best_model, which"
         raise ValueError(f"{looked_up} must be one of {', '.join(names)}, got {name!r}.")
 

@@ -35,7 +35,7 @@ from ..step.step import WindowStep
 from ..step.terms import Context, Start
 from . import construction, loaders, model_files
 from .checkpoints import Checkpoints, rotate
-from .evaluating import Evaluator, check_metric_of_training, checked_metrics, tell_predictions
+from .evaluating import Evaluator, check_metric, checked_metrics, metrics_of, tell_predictions
 from .loop_events import Decisions, Progress, add_own_callbacks, is_logged, replaced, saved_early, switch_weights
 from .optimization import Optimization
 from .resuming import Resumption, make_resumption, make_run
@@ -122,8 +122,9 @@ class InfCLTrainer(Trainer):
             OtherRankFailedError: another process failed. If it has ended or hangs, the message states its last phase.
             Preempted: a signal ended the training, which has saved a checkpoint. This is a SystemExit.
         """
-        if self.compute_metrics is None and type(self).evaluate is Trainer.evaluate:
-            check_metric_of_training(self.args, self.eval_dataset)
+        measures_alone = self.compute_metrics is None and type(self).evaluate is Trainer.evaluate
+        if measures_alone and self.args.eval_strategy != "no":
+            check_metric(self.args, metrics_of(self.eval_dataset))
         shared = self.args.save_strategy != "no" and not self.args.save_only_model
         alone = locked(str(self.args.output_dir), locks=self.args.should_save, shared=shared)
         with alone, self.interruptions.watched(float(self.args.ddp_timeout), self._pushes.finish):
