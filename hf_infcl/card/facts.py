@@ -20,13 +20,13 @@ from transformers import TrainerState
 from .. import __version__
 from ..data import ImageTextDataset, ImageTextStream, ZeroShotDataset, transparency
 from ..data.replay import Replayed
-from ..data.store import most_captions, negative_caption_columns
 from ..evaluation.metrics import score_if_measured
 from ..files.text import Url, code, counted, describe_cause, joined, without_secrets
 from ..optim.groups import words_of_groups
 from ..options.declaring import WITHOUT_WARM_UP, spelled, values_of_card
 from ..quality.averages import Averaged, Measured
 from ..shards.opening import digest
+from ..trainer.loaders import drawn_texts
 from ..trainer.loop_events import trained_seconds
 
 if TYPE_CHECKING:
@@ -215,8 +215,8 @@ def training_facts(
     start_name, start_on_hub = source_name(start)
     has_best = args.load_best_model_at_end and state.best_model_checkpoint is not None
     best = has_best and any(_END in entry for entry in state.log_history)  # Trainer has loaded it
-    drawn, negatives = most_captions(trainer.train_dataset), negative_caption_columns(trainer.train_dataset)
-    takes_all = drawn == 1 and not negatives and _last(state, "texts_per_image", 1) > 1  # that an item has
+    drawn, negatives = drawn_texts(trainer.train_dataset)
+    takes_all = drawn == 1 and negatives is None and _last(state, "texts_per_image", 1) > 1  # that an item has
     return TrainingFacts(
         name=name,
         location=repository if on_hub else f"path/to/{name}",
@@ -231,7 +231,7 @@ def training_facts(
         pair_id_column=pair_id_column,
         equal_ids=trainer.context.equal_ids,
         captions_per_image=None if takes_all else drawn,
-        negative_caption_column=next(iter(negatives), None),
+        negative_caption_column=negatives,
         caption_limit=getattr(trainer.data_collator, "max_length", None),
         cut_captions=dict(trainer.caption_notices.cut),
         replayed=trainer.train_dataset.old if isinstance(trainer.train_dataset, Replayed) else 0,

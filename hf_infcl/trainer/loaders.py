@@ -24,7 +24,7 @@ from ..data.collator import ContrastiveCollator, DataCollator
 from ..data.loader import SLOW_SHARE, WAIT_SHARE, WAIT_WINDOWS, DataWait, TrainingLoader, check_window, worker_options
 from ..data.pairs import REPEATED, caption_pair_id
 from ..data.replay import Epochs, Replayed
-from ..data.store import KeyedItem, all_parts, set_epoch
+from ..data.store import KeyedItem, all_parts, most_captions, negative_caption_columns, set_epoch
 from ..files.text import counted, describe_cause
 from ..models.dual_encoder import NO_MASK, images_of
 from ..options.arguments import InfCLTrainingArguments
@@ -217,6 +217,11 @@ def values_of_loop(args: InfCLTrainingArguments, loader: DataLoader, values: tup
                 + (f", with {counted(further, 'pair')} of a further epoch." if further > 0 else ".")
             )
     return epochs.of(steps - 1) + 1 if goes_on else last, windows, examples, steps * batch, batch, in_epoch, steps
+
+
+def drawn_texts(data: object) -> tuple[int, str | None]:
+    """The most captions that a training set draws of an image, and the column of its negative captions, if any."""
+    return most_captions(data), next(iter(negative_caption_columns(data)), None)
 
 
 def rows_of(data: object) -> int | None:
