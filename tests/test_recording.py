@@ -52,14 +52,15 @@ def unmasked(rows: Any) -> dict[str, Any]:
 def run(folder: Any, model: Any = None, resume: Any = None, **options: Any) -> InfCLTrainer:
     defaults = {
         "max_steps": STEPS,
-        "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 1,
+        "global_batch_size": 8,
         "data_collator": unmasked,
         "use_cpu": not torch.cuda.is_available(),
         "optim": "adamw_torch",
         "data": models.Pairs(64),
     }
-    return trained(trainer_for(folder, models.clip() if model is None else model, **defaults | options), resume)
+    sizes = dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"))
+    model = models.clip() if model is None else model
+    return trained(trainer_for(folder, model, **{**sizes, **defaults, **options}), resume)
 
 
 @pytest.mark.parametrize(
@@ -188,3 +189,18 @@ def test_each_of_two_lengths_is_recorded(tmp_path, made):
     lengths: list[int] = []
     assert torch.equal(weights(), weights(torch_compile=False))
     assert [one.inputs[1].shape[1] for one in made] == [models.LENGTH, models.LENGTH - 1]
+
+
+def test_a_lack_of_memory_ends_recordings(tmp_path, made, monkeypatch):
+    replay, calls = recording._Replayed.apply, []
+
+    def fails_once(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError
+        return replay(*args)
+
+    monkeypatch.setattr(recording._Replayed, "apply", fails_once)
+    trainer = run(tmp_path)
+    assert (len(made), len(calls), trainer.args.largest_micro_batch) == (1, 2, 4)
+    torch.testing.assert_close(parameters(trainer), parameters(run(tmp_path, torch_compile=False)), rtol=0, atol=1e-5)

@@ -397,6 +397,7 @@ def run_repeating(step: WindowStep, model: nn.Module, window: Window, number: in
             args.largest_micro_batch = -(-largest // 2)
             had, now, rounding = f"micro-batches of {largest} pairs", args.largest_micro_batch, "rounding and "
         window.divide(args.largest_micro_batch)
+        step.recording.stop()
         release_memory()
         if args.process_index == 0:
             logger.warning(

@@ -92,8 +92,9 @@ class StepRecording:
             self._wanted = False
             logger.warning("The model is not replayed as CUDA graphs: %s", error)
 
-    def forget(self) -> None:
-        """Frees the memory of all recordings."""
+    def stop(self) -> None:
+        """Frees the memory of all recordings, and makes no more."""
+        self._wanted = False
         self._recordings.clear()
 
 

@@ -395,7 +395,7 @@ class WindowStep:
         """Leaves the model as it was before the training, but for its weights."""
         for extension in self.extensions:
             extension.close()
-        self.recording.forget()
+        self.recording.stop()
 
 
 def _largest_scale(context: Context, *, warns: bool) -> float | None:
