@@ -50,15 +50,10 @@ def cell(text: str) -> str:
 
 
 def model_card(facts: TrainingFacts, *, curves: str | None = None, pictures: str | None = None) -> ModelCard:
-    """The card of a trained model: its data, its method, its results and what is unknown.
+    """The card of a trained model with its metadata; ``card.save(path)`` writes it.
 
-    Args:
-        facts: what the card states.
-        curves, pictures: the names of the pictures beside the card that were drawn: of the curves, and of evaluation
-            images with their best captions.
-
-    Returns:
-        A card with model-index metadata; ``card.save(path)`` writes it.
+    ``curves`` and ``pictures`` name the pictures beside it that were drawn: the curves, and evaluation images with
+    their best captions.
     """
     datasets = [source.dataset for source in (*facts.sources, *facts.replay_sources) if source.on_hub]
     of_size = [] if facts.pairs is None else [f"dataset_size:{facts.pairs}"]
@@ -155,18 +150,15 @@ class CardCallback(TrainerCallback):
 
     Args:
         describe: returns the facts of the run so far; `training_facts` with its arguments.
-
-    Attributes:
-        first_step: the step at which this training began: 0, or the step of the checkpoint from which it resumed.
-            Nothing is written before a step has been trained, because the folder still describes the previous run.
     """
 
     def __init__(self, describe: Callable[[], TrainingFacts]) -> None:
-        self._describe, self.first_step = describe, 0
+        self._describe = describe
+        self._first_step = 0  # or that of the checkpoint from which this training resumed
         self._written = 0, 0  # the step and the number of log entries that the card tells of
 
     def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        self.first_step = state.global_step
+        self._first_step = state.global_step
         self._written = 0, 0  # an earlier training may have ended at the same step
 
     def _update(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: object) -> None:
@@ -178,9 +170,12 @@ class CardCallback(TrainerCallback):
     on_evaluate = on_push_begin = on_save = on_train_end = on_model_saved = _update
 
     def write(self, args: TrainingArguments, state: TrainerState) -> None:
-        """Writes all files if a step has been trained that they do not tell of yet, and this is the main process."""
+        """Writes all files on the main process, if they do not tell of the current state yet.
+
+        Before a step is trained nothing is written, because the folder still describes the previous run.
+        """
         now = state.global_step, len(state.log_history)
-        if state.is_world_process_zero and state.global_step > self.first_step and now != self._written:
+        if state.is_world_process_zero and state.global_step > self._first_step and now != self._written:
             folder = Path(str(args.output_dir))
             folder.mkdir(parents=True, exist_ok=True)
             facts = self._describe()

@@ -194,8 +194,7 @@ def training_facts(
 ) -> TrainingFacts:
     """The facts of a run so far.
 
-    The duration is that of the training so far. The peak memory, the number of bad samples and the metrics are the last
-    values in the log, which a resumed run continues.
+    Memory, bad samples and metrics are the last in the log, which a resumed run continues, as it does the duration.
 
     Args:
         trainer: the last part of its ``hub_model_id``, or else of ``output_dir``, is the model's name.
@@ -425,8 +424,8 @@ def _measured(evaluations: Sequence[Evaluation], state: TrainerState, best: bool
         step, last = _last_metrics(after, evaluation.key, keys)
         if last:
             _, first = _last_metrics(before, evaluation.key, keys)
-            step = state.best_global_step if best else step
-            measured.append(replace(evaluation, metrics=last, before=first, step=step))
+            at = state.best_global_step if best else step
+            measured.append(replace(evaluation, metrics=last, before=first, step=at))
     guards = [_figures(one) for one in measured if one.guard]
     return [one for one in measured if one.guard or _figures(one) not in guards]
 

@@ -29,9 +29,7 @@ TRAINING, LEFT_OUT = "training loss (nats)", "share of the pairs"  # axes beside
 
 
 def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> None:
-    """Draws the training loss and, in separate panels, the losses and the scores of the evaluations.
-
-    With ``leave_out``, a panel shows the share of the pairs that was left out.
+    """Draws the training loss and, in separate panels, the losses and scores of evaluations and the share left out.
 
     A contrastive loss grows with the number of pairs over which it is computed. The losses of global batches and of
     evaluation sets therefore cannot be compared and share no axis. Of two evaluations at one step, only the first is
@@ -186,7 +184,6 @@ class PicturesCallback(TrainerCallback):
             logger.error(f"The picture of step {state.global_step} did not reach all trackers: {error!r}")
 
     def _pass_on(self, path: Path, picture: Image.Image, args: TrainingArguments, state: TrainerState) -> None:
-        """Gives the picture to the trackers that can show it."""
         for name in {"wandb", "trackio"}.intersection(args.report_to or ()):
             tracker = importlib.import_module(name)
             tracker.log({"pictures": tracker.Image(str(path))})
@@ -200,13 +197,7 @@ class PicturesCallback(TrainerCallback):
 
 
 def draw(images: list[np.ndarray], captions: list[Answers], right: list[list[str]]) -> Image.Image:
-    """A row for each image: its own caption, and below it the answers, marked as right or wrong.
-
-    Args:
-        images: uint8 [H, W, 3] each.
-        captions: the result of `PicturesCallback.best_captions`.
-        right: the captions of each image, of which the first is shown.
-    """
+    """A row for each image, uint8 [H, W, 3]: its first right caption, and the answers, marked right or wrong."""
     font = letters_of(_LETTERS)
     height = SIDE + 20
     picture = Image.new("RGB", (WIDTH, height * len(images)), "white")

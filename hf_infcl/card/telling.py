@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState, TrainingArguments
@@ -132,9 +132,8 @@ def make_rows(
     Shares are in per cent. The change of a score has its paired interval.
 
     Args:
-        metrics: of an evaluation, named ``eval_{set}_{metric}``, with their bounds.
-        names: of the sets.
-        before: the metrics before the training.
+        metrics, before: of an evaluation with their bounds, and of that before the training, as
+            ``eval_{set}_{metric}``.
         also: a further metric to show, as ``{set}_{metric}``.
         brief: leave out the parts of a score whose mean is shown.
         every: show all metrics, not only the loss and the parts of the score.
@@ -186,14 +185,13 @@ _SCORE_OF = {  # by the kind of set
 _INTERVAL = "In brackets is the 95% interval (paired bootstrap over images). If it includes 0, the change may be noise."
 
 
-@dataclass
-class Change:
+class Change(NamedTuple):
     """The change of the score of one set by a training."""
 
     evaluation: Evaluation
     score: Difference  # from before the training to after it
-    half: bool = False  # whether the scores are of that half of the rows by which no average was chosen
-    kind: str = ""  # " (captions)" or " (classes)" if the same images were measured in both ways
+    kind: str  # " (captions)" or " (classes)" if the same images are measured in several ways, else empty
+    half: bool  # whether the scores are of that half of the rows by which no average was chosen
 
 
 def changes(facts: TrainingFacts) -> list[Change]:
@@ -202,6 +200,7 @@ def changes(facts: TrainingFacts) -> list[Change]:
     Of a guard that has chosen the average with the start, the scores are those of the other half of its rows.
     """
     average, found = facts.average, []
+    ways = Counter((one.dataset, one.split) for one in facts.evaluations)
     for one in sorted(facts.evaluations, key=lambda one: one.guard):
         before, after = score_if_measured(one.before), one.score
         ends = [one.metrics.get(CHANGE + end) for end in (LOW, HIGH)]
@@ -209,11 +208,9 @@ def changes(facts: TrainingFacts) -> list[Change]:
             before, after = (average.at(alpha).rest[one.key] for alpha in (0, average.alpha))
             ends = []
         if before is not None and after is not None:
-            found.append(Change(one, Difference(before, after, *ends), half))
-    places = [(change.evaluation.dataset, change.evaluation.split) for change in found]
-    for change, place in zip(found, places, strict=True):
-        if places.count(place) > 1:
-            change.kind = " (classes)" if change.evaluation.class_names else " (captions)"
+            kind = " (classes)" if one.class_names else " (captions)"
+            is_only = ways[one.dataset, one.split] == 1
+            found.append(Change(one, Difference(before, after, *ends), "" if is_only else kind, half))
     return found
 
 

@@ -21,14 +21,7 @@ WEIGHTS_NUMEL = 2**21  # weights held at a time (16 MiB); one resample is held e
 
 
 def resampled(hits: Sequence[Hits]) -> np.ndarray:
-    """The values of metrics on resamples of the images of a set.
-
-    Args:
-        hits: the hits for several metrics, all of the same N images in the same order.
-
-    Returns:
-        [metrics, RESAMPLES] float64.
-    """
+    """The values of metrics on resamples, [metrics, RESAMPLES] float64, from their hits on the same N images."""
     size = len(hits[0].right)
     # Images with the same hits are of one kind. Sums over a few kinds are, to the bit, those over many images, since
     # they are of whole numbers.
@@ -115,9 +108,7 @@ class ScoreChanges:
     def recognise(self, prefix: str, labels: object) -> None:
         """Drops what another set of this name had before a training that was resumed with this set.
 
-        Args:
-            prefix: begins the names of its metrics.
-            labels: an array or a tuple of them, which tell the sets apart.
+        ``labels``, an array or a tuple of them, tell the sets apart.
         """
         arrays = labels if isinstance(labels, tuple) else (labels,)
         content = b"".join(torch.as_tensor(array).cpu().numpy().tobytes() for array in arrays)

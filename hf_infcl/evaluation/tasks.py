@@ -113,11 +113,10 @@ def group_by_image(caption_image: Tensor | None, num_captions: int, num_images: 
 
     Args:
         caption_image: [num_captions] integer in [0, num_images), the image that each caption belongs to, in any order,
-            or -1 for a negative caption, which belongs to no image; None if every image has one caption, in the order
-            of the images.
+            or -1 for a negative caption; None if every image has one caption, in the order of the images.
 
     Returns:
-        The indices [m] int64 of the m captions that belong to an image, sorted by image and stable within one; and the
+        The indices [m] int64 of the captions that belong to an image, sorted by image and stable within one; and the
         number of captions of each image [num_images] int64, at least 1.
 
     Raises:
@@ -147,14 +146,9 @@ def image_of_captions(counts: Tensor) -> Tensor:
 
 
 def caption_ids(input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-    """An id for each caption: a 64-bit hash of its tokens, so captions with equal tokens have equal ids.
+    """A 64-bit hash of the tokens [n, L] of each caption, [n] int64, on their device and the same in every process.
 
-    Args:
-        input_ids: [n, L] int64.
-        attention_mask: [n, L], 0 where the tokens are padding; None if all tokens count.
-
-    Returns:
-        [n] int64, on the device of ``input_ids``; the same in every process.
+    ``attention_mask`` [n, L] is 0 where the tokens are padding, which does not count; None if all tokens count.
     """
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     rows = zip(input_ids.cpu().numpy(), mask.cpu().numpy().astype(bool), strict=True)
@@ -258,13 +252,9 @@ def class_places(image_embeds: Tensor, classifier: Tensor, labels: Tensor) -> Te
 
 
 def checked_classes(places: Tensor, labels: Tensor, num_classes: int) -> ClassRanks | LabelScores:
-    """The ranks or scores of a whole set from the `class_places` of its batches.
+    """The ranks or scores of a whole set from the `class_places` of its batches, and labels on the same device.
 
-    Args:
-        labels: [N] integer in [0, num_classes), or [N, C] of 0 and 1, on the device of the places.
-
-    Raises:
-        ValueError: an embedding was not finite, or a label is none of these.
+    A ValueError says that an embedding was not finite, or a label is neither in [0, num_classes) nor 0 and 1 [N, C].
     """
     if places.ndim == 1:
         checked_finite("image_embeds", places != NOT_FINITE)
@@ -356,13 +346,11 @@ def choices(image_embeds: Tensor, text_embeds: Tensor, text_image: Tensor, right
     measure of SugarCrepe++ (Dumpala et al. 2024, arXiv 2406.11171). A tie counts as wrong.
 
     Args:
-        image_embeds: [N, D] float; normalised here.
-        text_embeds: [M, D] float, the captions of each image, of which the first are right; normalised here.
-        text_image: [M] integer in [0, N), in ascending order: the image that each caption belongs to.
-        right: the number of right captions of each image.
+        image_embeds, text_embeds, text_image: as for `retrieval_metrics`, with the captions in the order of the images.
+        right: the number of right captions of each image, which are its first.
 
     Raises:
-        ValueError: wrong shape or dtype, NaN or infinity, indices out of range, an image without a wrong caption.
+        ValueError: also for an image without a wrong caption.
     """
     image_embeds = checked_embeds("image_embeds", image_embeds)
     text_embeds = checked_embeds("text_embeds", text_embeds, like=image_embeds)
@@ -391,8 +379,7 @@ def recall_ceilings(caption_ids: Tensor, text_image: Tensor, num_images: int, ks
         text_image: [M] int64 in [0, num_images).
 
     Returns:
-        `image_retrieval_recall@k_ceiling` and `text_retrieval_recall@k_ceiling` for each k, in [0, 1]; nothing if no
-        caption belongs to several images.
+        The `CEILING` of both recalls at each k, in [0, 1]; nothing if no caption belongs to several images.
     """
     caption_ids, text_image = caption_ids.cpu(), text_image.cpu()
     pairs, counts = torch.stack([caption_ids, text_image], dim=1).unique(dim=0, return_counts=True)  # [P, 2], [P]

@@ -117,10 +117,7 @@ def _path_near(parts: Sequence[str]) -> str:
 def not_there(begin: str, source: str, error: BaseException) -> str:
     """The sentence for a name that is no folder, and that the Hub does not know or cannot be asked for.
 
-    Args:
-        begin: such as "There is no dataset".
-        source: the name.
-        error: that of asking the Hub; a ConnectionError if it could not be asked.
+    ``begin`` is such as "There is no dataset"; ``error`` is a ConnectionError if the Hub could not be asked.
     """
     if words := path_words(source):
         return f"{begin} at {source!r}: no such folder exists{words}"
