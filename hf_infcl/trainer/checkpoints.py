@@ -416,8 +416,7 @@ def full_disk_explained(folder: Path, again: str = GOES_ON, *, keeps: bool = Fal
         again: how the same command is run again.
         keeps: keep the files that were written whole; see `written_whole`.
 
-    Raises:
-        ValueError: the disk is full, or the user's share of it, or files may not be so large.
+    Raises a ValueError if the disk is full, or the user's share of it, or files may not be so large.
     """
     is_new, before = not folder.exists(), _times(folder)
     try:

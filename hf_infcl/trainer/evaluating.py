@@ -48,8 +48,7 @@ def class_vectors(dataset: ZeroShotDataset, context: Context, processing_class: 
         context: its data collator tokenizes the prompts if it has a method ``tokenize``.
         processing_class: the processor, which tokenizes them otherwise.
 
-    Raises:
-        ValueError: neither of them has a tokenizer, or a token has no embedding.
+    Raises a ValueError if neither of them has a tokenizer, or a token has no embedding.
     """
     encoder, collator, processes = context.encoder, context.collator, Processes()
     tokenize: Callable[[list[str]], dict[str, Tensor]] | None = getattr(collator, "tokenize", None)

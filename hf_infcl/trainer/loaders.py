@@ -388,12 +388,9 @@ class TrainingData:
     def logs(self, first_pass: float) -> dict[str, float]:
         """Metrics of the data, and warnings if the training waits for it, or for one process; collective.
 
-        Args:
-            first_pass: the seconds of this process's last one.
-
-        Returns:
-            What the README of the training lists. ``data_wait`` is since the last log; ``texts_per_image`` is that of
-            the last global batch; numbers of samples and of shards are since the run began.
+        ``first_pass`` has the seconds of this process's last one. The README of the training lists the metrics:
+        ``data_wait`` is since the last log, ``texts_per_image`` that of the last global batch; numbers of samples and
+        of shards are since the run began.
         """
         logs: dict[str, float] = {}
         if (skipped := self._skipped_samples()) is not None:

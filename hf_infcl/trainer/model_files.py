@@ -358,11 +358,8 @@ class Pushes:
     def push_output_dir(self, repository: str | None, message: str, delete: tuple[str, ...]) -> None:
         """Pushes the current ``output_dir`` without its checkpoints in one commit, after the push that runs.
 
-        Args:
-            delete: patterns of files that the commit removes from the repository.
-
-        Raises:
-            OSError: on the main process, if the push has failed; the message contains the reason.
+        The commit removes files of the patterns ``delete`` from the repository. Raises an OSError with the reason on
+        the main process if the push has failed.
         """
         args, folder = self._args, str(self._args.output_dir)
         if args.process_index > 0:

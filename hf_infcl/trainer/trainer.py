@@ -281,8 +281,7 @@ class InfCLTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
         """Adds the gradient of a whole window in the last of Trainer's calls for it: see `WindowStep.run`.
 
-        Raises:
-            ValueError: it gets other batches than those of the window.
+        Raises a ValueError if it gets other batches than those of the window.
         """
         if not self.training_data.is_as_fetched(inputs):
             raise ValueError(
