@@ -376,10 +376,10 @@ class ImageTransform:
             return None
         mode = _MODES.get(2 if option("resample") is None else option("resample"))
         size, crop = _size_and_crop(processor)
-        has_fixed_size = isinstance(crop if option("do_center_crop") else size, tuple)
-        if mode is None or size is None or not has_fixed_size:
+        has_fixed_size = crop is not None if option("do_center_crop") else isinstance(size, tuple)
+        if mode is None or size is None or isinstance(crop, int) or not has_fixed_size:
             return None
-        if isinstance(crop, tuple) and max(crop) > _shorter(size):
+        if crop is not None and max(crop) > _shorter(size):
             return None  # it might have to be padded
         # The order of operations is that of the torchvision backend, for the same rounding.
         mean, std = (

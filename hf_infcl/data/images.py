@@ -63,7 +63,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
     """Rows of a `datasets.Dataset` whose images are decoded one by one, so that a bad file harms no other row."""
 
     _or_skip = ""  # how to do without a bad row
-    _min_side: int | None = None  # of decoded images
+    min_side: int | None = None  # of decoded images
     numbers: np.ndarray | None = None  # [n] int64, of the rows in the table from which they were selected, if they were
 
     def __init__(self, dataset: datasets.Dataset, image_column: str, other_columns: Mapping[str, str | None]) -> None:
@@ -147,7 +147,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
         A missing file has neither; an error names it when its row is read.
         """
-        digest = hashlib.sha256(f"{self.table._fingerprint} {self.image_column} {self._min_side}".encode())
+        digest = hashlib.sha256(f"{self.table._fingerprint} {self.image_column} {self.min_side}".encode())
         paths = self.computed("path").filter(self.computed("bytes", pc.is_null)).drop_null()
         for path in (value.as_py() for value in paths):
             if "://" not in path:
@@ -172,7 +172,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def _decoded(self, row: int, encoded: bytes) -> np.ndarray:
         with self._image_named(row):
-            return decode_rgb(encoded, self._min_side)
+            return decode_rgb(encoded, self.min_side)
 
     @contextmanager
     def _image_named(self, row: int) -> Iterator[None]:

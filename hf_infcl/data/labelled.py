@@ -66,7 +66,7 @@ class ZeroShotDataset(ImageDataset):
         several = is_integer(getattr(feature, "feature", None))
         known = getattr(feature, "names", None)
         given: Any = known if class_names is None else class_names
-        names = list(given) if _is_list(given) else []
+        names = _listed(given)
         if not names or not all(isinstance(name, str) for name in names):
             raise ValueError(
                 f"class_names must list the names of the classes, got {given!r}. It can only be omitted if the "
@@ -207,14 +207,14 @@ def names_by_label(names: Sequence[str], known: Sequence[str]) -> list[str]:
     return [name for _, name in sorted(zip(order, names, strict=True))]
 
 
-def _is_list(value: object) -> bool:
-    return isinstance(value, Iterable) and not isinstance(value, (str, Mapping, Set))
+def _listed(value: object) -> list[Any]:
+    """The values of anything that has an order, and nothing of anything else, such as a single text."""
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, (str, Mapping, Set)) else []
 
 
 def _with_braces(templates: Sequence[str]) -> list[str]:
     """The templates with "{}" for the name of the class, for which "{c}" may also stand."""
-    given = list(templates) if _is_list(templates) else []
-    plain = [template.replace("{c}", "{}") if isinstance(template, str) else "" for template in given]
+    plain = [one.replace("{c}", "{}") if isinstance(one, str) else "" for one in _listed(templates)]
     if not plain or any(template.count("{}") != 1 for template in plain):
         raise ValueError(f"templates must be a list of texts with one {{c}} each for the class, got {templates!r}.")
     return plain

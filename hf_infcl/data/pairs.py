@@ -84,7 +84,7 @@ class PairSource:
             )
         self.image_column, self.caption_column, self.pair_id_column, self.negative_caption_column = columns
         self.captions_per_image, self.seed, self.on_bad_sample = captions_per_image, seed, on_bad_sample
-        self._augmentation, self._min_side = augmentation, min_side
+        self.augmentation, self.min_side = augmentation, min_side
 
     def _check_single(self) -> None:
         """Raises a ValueError if several captions are to be drawn from a column of single ones."""
@@ -97,15 +97,14 @@ class PairSource:
     def plain(self: Source) -> Source:
         """A copy that leaves images as they are, and raises an error for a bad pair."""
         changed = copy.copy(self)
-        changed._augmentation, changed.on_bad_sample = "none", "raise"
+        changed.augmentation, changed.on_bad_sample = "none", "raise"
         return changed
 
     @property
     def options(self) -> dict[str, Any]:
         """The options that decide about the items, for the record of a training."""
-        names = "image_column", "caption_column", "pair_id_column", "on_bad_sample"
-        how = {"augmentation": self._augmentation, "min_side": self._min_side}
-        return {name: getattr(self, name) for name in names} | how
+        names = "image_column", "caption_column", "pair_id_column", "on_bad_sample", "augmentation", "min_side"
+        return {name: getattr(self, name) for name in names}
 
     @property
     def optional_keys(self) -> set[str]:
@@ -272,7 +271,7 @@ class ImageTextDataset(PairSource, ImageDataset):
         value, encoded = self._read(row)
         item = self._text(row, value, encoded)
         image = self._decoded(row, encoded)
-        return augment(image, self._augmentation, self._seed_for(row, "augmentation", int(self._epoch))) | item
+        return augment(image, self.augmentation, self._seed_for(row, "augmentation", int(self._epoch))) | item
 
     def without_image(self, row: int) -> dict[str, Any]:
         """The item of a row without its image, which is not read."""
@@ -303,7 +302,7 @@ class ImageTextDataset(PairSource, ImageDataset):
     @property
     def changes_images(self) -> bool:
         """Whether the image of an item may differ from epoch to epoch."""
-        return self._augmentation != "none" or self.on_bad_sample == "skip"
+        return self.augmentation != "none" or self.on_bad_sample == "skip"
 
 
 def _fingerprint(texts: datasets.Dataset) -> str:

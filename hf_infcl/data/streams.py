@@ -239,8 +239,8 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
                 raise ValueError("it is read without its image or its captions")
             encoded = self._encoded(shard, row)
             item = self._all_but_image(row, name, passes, self.place(shard, key), encoded)
-            image = decode_rgb(encoded, self._min_side)
-            return augment(image, self._augmentation, self._seed_for(name, "augmentation", passes)) | item
+            image = decode_rgb(encoded, self.min_side)
+            return augment(image, self.augmentation, self._seed_for(name, "augmentation", passes)) | item
 
     def image_and_captions(self, shard: int, key: str, sample: Sample) -> dict[str, Any]:
         """The ``image`` of a raw sample and all of its ``caption``s, if these are read; it need not have any caption.
@@ -252,7 +252,7 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
             captions = {} if self.caption_column is None else {"caption": usable_captions(row[self.caption_column])}
             if self.image_column is None:
                 return captions
-            return {**captions, "image": decode_rgb(self._encoded(shard, row), self._min_side)}
+            return {**captions, "image": decode_rgb(self._encoded(shard, row), self.min_side)}
 
     @contextmanager
     def _row(self, shard: int, key: str, sample: Sample) -> Iterator[dict[str, Any]]:
