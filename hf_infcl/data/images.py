@@ -117,11 +117,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return self._decoded(row, encoded), None if is_in_table else image["path"]
 
     def encoded(self, row: int) -> bytes:
-        """The contents of the image file of a row.
-
-        Raises:
-            BadSampleError: it has none, or it cannot be read.
-        """
+        """The contents of the image file of a row. A BadSampleError says that it has none, or cannot be read."""
         return self._read(row)[1]
 
     def file_sizes(self, step: int = 1) -> Iterator[tuple[int, int]]:
@@ -220,10 +216,7 @@ def decode_rgb(encoded: bytes, min_side: int | None = None) -> np.ndarray:
     """The pixels of an image file as uint8 [H, W, 3]: RGB, turned upright by the orientation in its EXIF data.
 
     Transparency is treated as by `to_rgb`; 16-bit grey keeps its high byte. With the extra `fast` simplejpeg decodes
-    most JPEGs, to the same pixels as PIL.
-
-    Args:
-        min_side: as in `ImageTextDataset`.
+    most JPEGs, to the same pixels as PIL. ``min_side`` is as in `ImageTextDataset`.
 
     Raises:
         Exception: the file is broken. Decoders raise OSError, SyntaxError, struct.error and more.

@@ -36,8 +36,7 @@ class ZeroShotDataset(ImageDataset):
 
     Args:
         dataset: a map-style `datasets.Dataset` without a transform.
-        image_column: a column of images, paths (strings) or encoded images (binary). Where there is no column "image",
-            the default is the only one of images or, if there is none, with a usual name, such as "jpg".
+        image_column: as in `ImageTextDataset`.
         label_column: a `ClassLabel` column, integers, or names of classes; or lists with 0 or 1 for each class. Where
             there is no column "label", the default is the only `ClassLabel` column, or else "cls".
         class_names: one name per class in the order of the labels; names may repeat. By default, the names of the

@@ -164,8 +164,7 @@ class TrainingLoader(DataLoader[Any]):
     def begin_epoch(self, epoch: int, skipped: Callable[[], Tensor]) -> dict[str, int]:
         """Begins an epoch, or goes on in it where the checkpoint was written, without the ``skipped()`` rows.
 
-        Returns:
-            Arguments of ``Trainer._run_epoch`` that differ from those of the first epoch.
+        Returns the arguments of ``Trainer._run_epoch`` that differ from those of the first epoch.
         """
         if self.epochs is None:
             return {}

@@ -116,10 +116,9 @@ class PairSource:
     def _all_but_image(
         self, values: Mapping[str, Any], sample: object, epoch: int, place: str, encoded: bytes | None
     ) -> dict[str, Any]:
-        """An item without its image; ``encoded`` is the image's file, if it was read.
+        """An item without its image, whose file is ``encoded`` if it was read.
 
-        Raises:
-            ValueError: the sample has no caption or no pair id, or one that cannot be used.
+        A ValueError says that the sample has no caption or no pair id, or one that cannot be used.
         """
         value = values[self.caption_column]
         if not (captions := usable_captions(value)):

@@ -245,8 +245,7 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
     def image_and_captions(self, shard: int, key: str, sample: Sample) -> dict[str, Any]:
         """The ``image`` of a raw sample and all of its ``caption``s, if these are read; it need not have any caption.
 
-        Raises:
-            BadSampleError: as `item`.
+        A BadSampleError is raised as by `item`.
         """
         with self._row(shard, key, sample) as row:
             captions = {} if self.caption_column is None else {"caption": usable_captions(row[self.caption_column])}

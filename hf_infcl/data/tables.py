@@ -223,8 +223,7 @@ def _of_tar_files(files: Mapping[str, Sequence[str]], split: str, image_column: 
 def _separator(files: Sequence[str]) -> str | None:
     """What separates the columns of CSV files; None if there are none, or if they have one column.
 
-    Raises:
-        ValueError: they do not agree, or lines of one do not.
+    A ValueError says which of them, or which lines of one, do not agree.
     """
     examples: dict[str, str] = {}
     for file in files:
@@ -301,11 +300,7 @@ def split_names(split: str) -> list[str]:
 
 
 def _are_beside(paths: Sequence[str], folders: Sequence[str]) -> bool:
-    """Whether images are relative to one of the folders, not to the working folder.
-
-    Raises:
-        ValueError: none of the images is there.
-    """
+    """Whether images are relative to one of the folders, not to the working folder; a ValueError if none is there."""
     from datasets.utils.file_utils import xexists
 
     if any(map(os.path.exists, paths)):
