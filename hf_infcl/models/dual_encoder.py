@@ -43,7 +43,6 @@ def part_of(output: object, name: str) -> Any:
 
 
 def _vectors(output: object) -> Any:
-    """The output of a tower if it is a tensor, otherwise its ``pooler_output``."""
     return output if isinstance(output, Tensor) else part_of(output, "pooler_output")
 
 
@@ -218,7 +217,6 @@ class DualEncoder:
         return getattr(self._config("text_config"), "vocab_size", None)
 
     def _config(self, part: str) -> Any:
-        """The config of a tower, or None."""
         return getattr(getattr(self.model, "config", None), part, None)
 
     def check_images(self, batch: Mapping[str, Tensor]) -> None:

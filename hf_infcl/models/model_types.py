@@ -72,12 +72,10 @@ IMAGE_TOWERS = {f"{name}_vision_model": kind.images for name, kind in MODEL_TYPE
 IMAGE_TOWERS |= {"dinov2": ANY_SIZE, "vit": ONE_SIZE}
 TEXT_TOWERS = {f"{name}_text_model": kind.texts for name, kind in MODEL_TYPES.items() if kind.texts}
 # Text towers whose positions begin behind the index of the padding, as RoBERTa's.
-_LIKE_ROBERTA = set(
-    """
+_LIKE_ROBERTA = """
     roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl camembert altclip_text_model data2vec-text esm ibert
     longformer mpnet xmod
-    """.split()
-)
+""".split()
 # Other models of transformers that encode two kinds of input, and why they do not fit.
 _REFUSED = {
     "blip-2": "an image has 32 vectors, of which the loss takes the one nearest to the text, and it has no scale",
@@ -222,9 +220,9 @@ class Pooling:
         return bool((mask[:, 1:] > mask[:, :-1]).any() or not mask.gather(1, self.taken(tokens)[:, None]).all())
 
     def fault(self, taken: int, end: int, texts: tuple[str, str]) -> str:
-        """Why two texts, by the words for them, have one embedding, that at the token ``taken``, and what to do.
+        """Why two ``texts``, in words, have one embedding, and what to do.
 
-        ``end`` is the token with which the tokenizer ends them.
+        It is taken at the token ``taken``, behind which they are not read; the tokenizer ends them with ``end``.
         """
         if self.place == AT_LARGEST:
             why = "A model of this type takes the embedding of a text at its largest token"

@@ -40,7 +40,6 @@ def write_sentence_files(
 
     Args:
         model_type: of the model's config.
-        processor: has an `image_processor` and a `tokenizer`.
         max_length: tokens per caption.
         padding: "max_length" if all captions are padded to it, "longest" if to the longest of a batch.
         matryoshka_dims: where the embeddings may be cut; the values for ``SentenceTransformer(..., truncate_dim=...)``.
@@ -113,8 +112,7 @@ def load(
     Args:
         checkpoint: a folder or a Hub id, also of OpenCLIP or of adapters, or a .pt of OpenCLIP's training.
         open_clip_model: see `load_open_clip`.
-        merges, new_weights, seed: see `pretrained.load_model`.
-        tokenizer: the folder or the Hub id of a tokenizer that replaces that of the processor.
+        merges, new_weights, seed, tokenizer: see `pretrained.load_model`.
 
     Raises:
         ValueError: they cannot be loaded, or weights are missing.
@@ -360,7 +358,7 @@ def _compared(model: Any, tensors: dict[str, Tensor], config: dict[str, Any]) ->
 def differences(model: Any, tensors: dict[str, Any], config: dict[str, Any]) -> tuple[float, float]:
     """The least cosine of embeddings of a model of transformers and of OpenCLIP's, and the largest difference.
 
-    They are those of fixed inputs in fp32, of length 1, and the difference is that of an entry. OpenCLIP's model is
+    The embeddings are of length 1, of fixed inputs in fp32; the difference is that of an entry. OpenCLIP's model is
     that of the state dict ``tensors`` and the OpenCLIP config.
 
     Raises:

@@ -185,10 +185,8 @@ def open_clip_config(config: Any, processor: Any, *, repository: str = ".") -> d
     if kind != "clip" or not is_of_clip(tokenizer):
         clean = cleaning(tokenizer) or "whitespace"
         fields["text_cfg"] |= {"hf_tokenizer_name": repository, "tokenizer_kwargs": {"clean": clean}}
-    return {
-        "model_cfg": fields,
-        "preprocess_cfg": preprocess_config(processor.image_processor, _edge(image.image_size)),
-    }
+    preprocess = preprocess_config(processor.image_processor, _edge(image.image_size))
+    return {"model_cfg": fields, "preprocess_cfg": preprocess}
 
 
 def _tower_fields(config: Any, sizes: Mapping[str, tuple[str, int]]) -> dict[str, Any]:

@@ -265,10 +265,7 @@ def load_readers(checkpoint: str, tokenizer: str | None = None) -> tuple[transfo
 
 
 def _processor(checkpoint: str, base: str | None, config: Any, tokenizer: str | None) -> Any:
-    """The processor of a model, with adapters theirs or, if they have none, that of their model; see `fit_tokenizer`.
-
-    Another tokenizer, if one is named, gets the limit of tokens of the old one.
-    """
+    """The processor of a model, or of its adapters if they have one; a named tokenizer gets the old one's limit."""
     whether_or_not = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     if base is not None and not any(cached_file(checkpoint, name, **whether_or_not) for name in _OF_PROCESSORS):
         checkpoint = base
@@ -330,7 +327,7 @@ def base_of_adapters(checkpoint: str) -> str | None:
 
 
 def _with_trained_adapter(base: transformers.PreTrainedModel, adapter: str) -> Any:
-    """The model with an adapter of peft, and whatever its file holds trains, such as a ``logit_scale`` beside it."""
+    """The model with an adapter of peft. All that the adapter's file holds trains, such as a ``logit_scale``."""
     try:
         import peft
     except ImportError:
@@ -396,7 +393,6 @@ def check_finite(checkpoint: str, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _check_complete(checkpoint: str, model: nn.Module, lacking: Mapping[str, str], report: Mapping[str, Any]) -> None:
-    """Raises a ValueError if the checkpoint lacks weights."""
     if not lacking:
         return
     kind, saved_as = type(model).__name__, getattr(model.config, "architectures", None) or []
