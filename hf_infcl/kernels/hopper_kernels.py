@@ -77,7 +77,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .triton_sigmoid import LIMIT, log1p
+from .triton_sigmoid import LIMIT, log1p, product_less_one
 from .triton_softmax import REACH, exp, finite
 from .triton_tiles import LOG2E, column_sums, is_inside, masked_tiles, place, thread_sums, whole_sum
 
@@ -309,26 +309,10 @@ def _joined(left, right):
 
 
 @gluon.jit
-def _product_less_one(u):
-    """The same as `triton_sigmoid._product_less_one`."""
-    BM: gl.constexpr = u.shape[0]
-    BN: gl.constexpr = u.shape[1]
-    if BN > 4:
-        if BN > 8:
-            a, b = _halves(u)
-        else:
-            a, b = gl.split(gl.reshape(u, (BM, 4, 2)))  # [rows, 4 (lane), 2 (register)]
-        result = _product_less_one(gl.fma(a, b, a + b))
-    else:
-        # [slab and warp, 2 (register), 8 (lane), 4 (lane)]
-        a, b = gl.split(gl.permute(gl.reshape(u, (BM // 16, 2, 8, 4)), (0, 2, 3, 1)))
-        result = gl.fma(a, b, a + b)
-    return result
-
-
-@gluon.jit
 def _quotients(tile, u, GAIN: gl.constexpr):
     """The same as `triton_sigmoid._quotients`."""
+    BM: gl.constexpr = u.shape[0]
+    BN: gl.constexpr = u.shape[1]
     a, b = _halves(u)
     of_a, of_b = _halves(tile)
     of_a, of_b = gl.fma(of_a, b, of_a), gl.fma(of_b, a, of_b)
@@ -339,7 +323,7 @@ def _quotients(tile, u, GAIN: gl.constexpr):
     root = gl.rsqrt(1.0 + four)
     inverse = root * root * 2.0**GAIN
     inverse = _joined(inverse * whole_right, inverse * whole_left)
-    return _joined(of_a * inverse, of_b * inverse), _product_less_one(four)
+    return _joined(of_a * inverse, of_b * inverse), product_less_one(four, BM, BN // 4)
 
 
 @gluon.jit
@@ -409,17 +393,14 @@ def _sigmoid(
             )
             # The boxes of the other tiles pass through the pipeline as well; their products are not used.
             if fitting & is_inside(row, column, m, n, masked_start, masked_stop, BM, BN):
-                left, right = _halves(acc)
-                more_loss, more_of_bias, more_of_scale = _sigmoid_half(left, g, staging, s, b, row, column, GAIN)
-                loss += more_loss
-                of_bias += more_of_bias
-                of_scale += more_of_scale
-                more_loss, more_of_bias, more_of_scale = _sigmoid_half(
-                    right, g, staging, s, b, row, column + BN // 2, GAIN
-                )
-                loss += more_loss
-                of_bias += more_of_bias
-                of_scale += more_of_scale
+                halves = _halves(acc)
+                for i in gl.static_range(2):
+                    more_loss, more_of_bias, more_of_scale = _sigmoid_half(
+                        halves[i], g, staging, s, b, row, column + i * (BN // 2), GAIN
+                    )
+                    loss += more_loss
+                    of_bias += more_of_bias
+                    of_scale += more_of_scale
         tiles_before += together
         own_tiles_before += length
         whole_loss = whole_sum(loss)

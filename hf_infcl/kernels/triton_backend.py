@@ -67,11 +67,11 @@ def softmax_statistics(block: Block, pivot_x: Tensor, pivot_y: Tensor) -> tuple[
     count = 3 if block.equal_are_positive else 1
     pivots = pivot_x.contiguous(), pivot_y.contiguous()
     new: dict[str, Any] = {"dtype": torch.float32, "device": block.x.device}
-    if torch.are_deterministic_algorithms_enabled():
-        # Infinite sums count as overflowed, so `log_odds` recomputes all of them, in a fixed order.
-        sums = torch.full((count * (m + n),), torch.inf, **new).split((count * m, count * n))
-    else:
-        sums = torch.zeros(count * (m + n), **new).split((count * m, count * n))
+    # Infinite sums count as overflowed: `log_odds` recomputes all of them, in a fixed order.
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    start = torch.inf if deterministic else 0.0
+    sums = torch.full((count * (m + n),), start, **new).split((count * m, count * n))
+    if not deterministic:
         _add_softmax_sums(operands, (*sums, *pivots, block.scale))
     odds = torch.empty(count, m, **new), torch.empty(count, n, **new)
     triton_softmax.log_odds[(cdiv(m, tile) + cdiv(n, tile),)](
@@ -106,13 +106,13 @@ def softmax_gradients(block: Block, vectors: CoefficientVectors, gradients: Bloc
     for chunk in chunks:
         span = operands.tiling.span(chunk.bands)
         lse_x, lse_y, *others = chunk.part_of(pivot_x, pivot_y, relative_x, relative_y, share_x, share_y)
-        vectors = (sums, lse_x, lse_y, *others, block.scale)
+        arguments = (sums, lse_x, lse_y, *others, block.scale)
         if gated and chunk.hopper is not None:
             kernel = chunk.hopper.softmax_coefficients
             chunk.launch_on_hopper(kernel, (sums, lse_x, lse_y, block.scale), SPAN=span)
         elif gated:
-            chunk.launch(triton_softmax.softmax_coefficients, vectors, FAST=True, GATED=True, SPAN=span)
-        chunk.launch(triton_softmax.softmax_coefficients, vectors, FAST=False, GATED=gated, SPAN=span)
+            chunk.launch(triton_softmax.softmax_coefficients, arguments, FAST=True, GATED=True, SPAN=span)
+        chunk.launch(triton_softmax.softmax_coefficients, arguments, FAST=False, GATED=gated, SPAN=span)
         chunk.multiply()
     return sums.sum()
 

@@ -34,7 +34,7 @@ LIMIT = tl.constexpr(1e36)  # the reciprocals of smaller products are normal num
 
 
 @triton.jit
-def _product_less_one(u, BM: tl.constexpr, BN: tl.constexpr):
+def product_less_one(u, BM: tl.constexpr, BN: tl.constexpr):
     """[BM / 16, 8, 4]: Π (1 + u) - 1, each over the elements in one thread.
 
     A single logarithm then serves many elements. (1 + a)(1 + b) - 1 = ab + a + b has no cancellation, so small elements
@@ -45,7 +45,7 @@ def _product_less_one(u, BM: tl.constexpr, BN: tl.constexpr):
             a, b = halves(u, BM, BN)
         else:
             a, b = tl.split(tl.reshape(u, (BM, 4, 2)))  # [rows, 4 (lane), 2 (register)]
-        result = _product_less_one(tl.fma(a, b, a + b), BM, BN // 2)
+        result = product_less_one(tl.fma(a, b, a + b), BM, BN // 2)
     else:
         # [slab and warp, 2 (register), 8 (lane), 4 (lane)]
         a, b = tl.split(tl.permute(tl.reshape(u, (BM // 16, 2, 8, 4)), (0, 2, 3, 1)))
@@ -55,7 +55,7 @@ def _product_less_one(u, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def _quotients(tile, u, BM: tl.constexpr, BN: tl.constexpr, GAIN: tl.constexpr):
-    """2^GAIN · tile / (1 + u) [BM, BN], with one reciprocal for four elements; and the `_product_less_one` of u."""
+    """2^GAIN · tile / (1 + u) [BM, BN], with one reciprocal for four elements; and the `product_less_one` of u."""
     a, b = halves(u, BM, BN)
     tile_a, tile_b = halves(tile, BM, BN)
     tile_a, tile_b = tl.fma(tile_a, b, tile_a), tl.fma(tile_b, a, tile_b)  # common denominator: (1 + a)(1 + b)
@@ -66,7 +66,7 @@ def _quotients(tile, u, BM: tl.constexpr, BN: tl.constexpr, GAIN: tl.constexpr):
     root = tl.rsqrt(1.0 + four)  # one instruction; a division takes six
     inverse = root * root * 2.0**GAIN
     inverse = joined(inverse * whole_right, inverse * whole_left, BM, BN // 2)
-    return joined(tile_a * inverse, tile_b * inverse, BM, BN), _product_less_one(four, BM, BN // 4)
+    return joined(tile_a * inverse, tile_b * inverse, BM, BN), product_less_one(four, BM, BN // 4)
 
 
 @triton.jit
@@ -174,15 +174,12 @@ def sigmoid_coefficients(
         start, ordinary, count = left_over(
             first, end, column, m, n, masked_start, masked_stop, tiles, fitting == 0, BM, BN
         )
-    loss = tl.zeros((BM // 16, 8, 4), tl.float32)
-    of_bias = tl.zeros((BM // 16, 8, 4), tl.float32)
-    of_scale = tl.zeros((BM // 16, 8, 4), tl.float32)
+    nothing = tl.zeros((BM // 16, 8, 4), tl.float32)
+    loss, of_bias, of_scale = nothing, nothing, nothing
     for i in tl.range(0, count, flatten=True):
         row = tl.where(i < ordinary, start + i, tiles - 1) * BM
         acc = tile_product(x, y, row, column, CAREFUL, K, BM, BN, BK)
-        more_loss = tl.zeros((BM // 16, 8, 4), tl.float32)
-        more_of_bias = tl.zeros((BM // 16, 8, 4), tl.float32)
-        more_of_scale = tl.zeros((BM // 16, 8, 4), tl.float32)
+        more_loss, more_of_bias, more_of_scale = nothing, nothing, nothing
         if not FAST or is_inside(row, column, m, n, masked_start, masked_stop, BM, BN):
             more_loss, more_of_bias, more_of_scale = _sigmoid_tile(
                 acc, g, s, b, ids_x, ids_y, row, column, m, n, diagonal, part_rows,

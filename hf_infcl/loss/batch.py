@@ -107,11 +107,7 @@ def number_ids(ids: Tensor, ids_of_batch: Tensor) -> Tensor:
 
 
 class IdOrder:
-    """Sorts rows by their ids, so that equal ids meet in few tiles.
-
-    Attributes:
-        ids: [b], sorted.
-    """
+    """Sorts rows by their ids, so that equal ids meet in few tiles. Its own ``ids`` [b] are sorted."""
 
     def __init__(self, ids: Tensor) -> None:
         self.ids, self._order = ids.sort(stable=True)

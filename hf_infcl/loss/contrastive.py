@@ -299,12 +299,8 @@ class ContrastiveLoss(nn.Module):
     ) -> Tensor | dict[str, Tensor]:
         """Returns the loss of the global batch, a scalar; with ``output_dict``, ``{"contrastive_loss": loss}``.
 
-        Args:
-            image_features: [b, D], the normalised images of this process; b may differ between processes.
-            text_features: [b, D], their texts, also normalised.
-            logit_scale: one element, the multiplier of the cosines (already exponentiated).
-            logit_bias: one element; None means 0.
-            output_dict: whether to return a dictionary, which OpenCLIP's training loop requests.
+        OpenCLIP's training loop requests this dictionary. The features [b, D] are the normalised images and texts of
+        this process; they and the scalars are those of `hf_infcl.contrastive_loss`.
         """
         loss = contrastive_loss(
             image_features, text_features, logit_scale, logit_bias, objective=self.objective, **self.options

@@ -48,10 +48,8 @@ class Inputs:
                 raise ValueError(problem)
             return RowCounts(*((count,) for count in self._counts()))
         # Usable inputs cost one small all-gather. Texts are exchanged only for an error message.
-        counts = [0, 0, 0] if problem else self._counts()
-        numbers = processes.agree([*counts, *([] if problem else self._signature())])
-        signatures = [signature for _, _, _, *signature in numbers]
-        if not problem and all(signature == signatures[0] for signature in signatures):
+        numbers = processes.agree([] if problem else [*self._counts(), *self._signature()])
+        if not problem and all(row[3:] == numbers[0][3:] for row in numbers):
             return RowCounts(*(tuple(map(int, column)) for column in zip(*(row[:3] for row in numbers), strict=True)))
         raise self._error_of_all(processes, problem)
 

@@ -571,24 +571,17 @@ def choose_exchange(
         return Exchange(blocks, gathered, LOSS_SECONDS + blocks * max(HOST_SECONDS, travel, gather + work))
 
     def size(gathered: int) -> float:
-        return gathered_bytes(gathered * columns // world_size, dim, itemsize, gathered)
+        """The bytes that a process needs for gathered texts with their gradients and statistics."""
+        # Triton multiplies fp32 features as six parts in bf16, which it holds in addition: 4 + 6 · 2 bytes.
+        feature_bytes = 16 if itemsize == 4 else itemsize
+        # Gradients are in fp32, and each process has a statistic of every text.
+        return gathered * columns // world_size * (dim * (feature_bytes + 4) + 4 * gathered)
 
     if size(world_size) <= GATHERED_BYTES:
         return predicted(world_size)
     most = max(GATHERED_BYTES, GATHERED_SHARE * memory)
     fitting = [1, *(gathered for gathered in (machine, world_size) if size(gathered) <= most)]
     return min(map(predicted, fitting), key=lambda exchange: exchange.seconds)
-
-
-def gathered_bytes(texts: int, dim: int, itemsize: int, world_size: int) -> int:
-    """The bytes that a process needs to gather all texts, [texts, dim], with their gradients and statistics.
-
-    Args:
-        itemsize: bytes of one value of the features.
-    """
-    # Triton multiplies fp32 features as six parts in bf16, which it holds in addition: 4 + 6 · 2 bytes.
-    feature_bytes = 16 if itemsize == 4 else itemsize
-    return texts * (dim * (feature_bytes + 4) + 4 * world_size)  # gradients in fp32; a statistic from each process
 
 
 def _joined(gathered: Tensor, counts: tuple[int, ...]) -> Tensor:
