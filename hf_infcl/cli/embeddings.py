@@ -304,17 +304,18 @@ def _scored(parts: Sequence[_Embedded]) -> tuple[Columns, int]:
     return {name: values[~alone] for name, values in every.items()}, int(alone.sum())
 
 
-def write_ledger_of_training(trainer: InfCLTrainer, dataset: ImageTextDataset | ImageTextStream) -> Ledger | None:
-    """Writes a ledger with the averages of a training that had ``leave_out``, in the main process; None without it.
+def write_ledger_of_training(trainer: InfCLTrainer, dataset: ImageTextDataset | ImageTextStream) -> list[str]:
+    """Writes a ledger with the averages of a training that had ``leave_out``, in the main process; returns its report.
 
-    If it cannot be written, this warns and returns None, because the results of the training are still to be saved.
+    If it cannot be written, this warns and reports nothing, because the results of the training are still to be saved.
     ``dataset`` is what was trained, a table if anything was left out. Of its images, those of the pairs with the lowest
     averages are read.
     """
     selections = [one for one in trainer.window_step.extensions if isinstance(one, WithoutNoisyPairs)]
     if not selections or isinstance(dataset, ImageTextStream) or not trainer.is_world_process_zero():
-        return None
+        return []
     rows, scores = (part.numpy() for part in selections[0].averages.slow())
+    folder = Path(str(trainer.args.output_dir))
     try:
         column = dataset.caption_column
         captions = dataset.table.select_columns([column])[rows.tolist()][column] if len(rows) else []
@@ -323,11 +324,11 @@ def write_ledger_of_training(trainer: InfCLTrainer, dataset: ImageTextDataset | 
         ledger = Ledger(dataset.key_fingerprint(), rows, scores, captions, names, left_out)
         lowest = ledger.key[ledger.most_suspicious(SHOWN)].tolist()
         pictures = {row: small_jpeg(dataset.image_and_path(row)[0]) for row in lowest}
-        write_ledger_and_sheet(ledger, pictures, Path(str(trainer.args.output_dir)))
+        write_ledger_and_sheet(ledger, pictures, folder)
     except Exception as error:
         logger.warning("The ledger was not written. %s: %s", type(error).__name__, error)
-        return None
-    return ledger
+        return []
+    return [*ledger_lines(ledger, folder, waits_for=selections[0].waits_for)]
 
 
 def file_names(dataset: ImageTextDataset, keys: np.ndarray) -> list[str]:

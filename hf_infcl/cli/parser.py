@@ -139,7 +139,7 @@ class Parser(HfArgumentParser):
         names = {name: f"[{name.upper()}]" if name in self.optional else name.upper() for name in self.positionals}
         self._meanings = {shown: helps.get(name, "") for name, shown in names.items()}
         self._of_training = (ContrastiveOptions, of_transformers()) if self.shown else ()
-        self._kinds: dict[str, set[Any]] = {}  # the kinds of values that each option takes
+        self._kinds: dict[str, set[Any]] = {}  # of values that each option takes, such as list and NoneType
         file = ["[FILE.yaml or FILE.json]"] if self.shown else []
         super().__init__(
             typing.cast(Any, (*self.reads, *self._of_training)),
@@ -202,7 +202,7 @@ class Parser(HfArgumentParser):
         sys.exit(2)
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
-        """All options of the command line, whose first word may be a YAML or JSON file of options without --recipe."""
+        """All options: of the command line, and of the YAML or JSON file that begins it or that --recipe names."""
         self.words = list(words)
         if {"-h", "--help"} & set(self.words):
             if self.shown and self.words[-1] != "all":
@@ -292,7 +292,10 @@ class Parser(HfArgumentParser):
     def _add_dataclass_arguments(self, dtype: Any) -> None:
         super()._add_dataclass_arguments(dtype)
         hints = typing.get_type_hints(dtype)
-        self._kinds |= {one.name: _kinds_of(hints[one.name]) for one in fields(dtype) if one.init}
+        for name in (one.name for one in fields(dtype) if one.init):
+            is_union = typing.get_origin(hints[name]) in (typing.Union, UnionType)
+            several = typing.get_args(hints[name]) if is_union else (hints[name],)
+            self._kinds[name] = {typing.get_origin(kind) or kind for kind in several}
 
     def _add_new_ones(self) -> None:
         """Adds the options that another release of transformers has beside those of the file."""
@@ -337,7 +340,10 @@ class Parser(HfArgumentParser):
             )
         if bool in self._kinds.get(plain, ()):
             raise ValueError(f"There is no option --{name}. Write --{plain} false.")
-        similar = _similar(name, self._kinds.keys() - {"auto_find_batch_size"})  # which is refused
+        known = self._kinds.keys() - {"auto_find_batch_size"}  # which is refused
+        similar = sorted(one for one in known if set(name.split("_")) <= set(one.split("_")))  # with all of its words
+        if not 0 < len(similar) < 5:
+            similar = difflib.get_close_matches(name, known, n=1)
         hint = f"Did you mean {' or '.join(f'--{k}' for k in similar)}?" if similar else "--help all lists all options."
         ours = ELSEWHERE.get(name, "")
         if not ours.startswith("--"):
@@ -381,20 +387,8 @@ class Parser(HfArgumentParser):
         return values
 
 
-def _kinds_of(hint: Any) -> set[Any]:
-    """The kinds of values that a type allows, such as list and NoneType of ``list[str] | None``."""
-    several = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, UnionType) else (hint,)
-    return {typing.get_origin(one) or one for one in several}
-
-
 def _among(action: argparse.Action) -> str:
     return f"One of {', '.join(map(str, action.choices or ()))}."
-
-
-def _similar(name: str, known: Collection[str]) -> list[str]:
-    """The options that may be meant: with all words of the name, or spelt alike."""
-    fuller = sorted(k for k in known if set(name.split("_")) <= set(k.split("_")))
-    return fuller if 0 < len(fuller) < 5 else difflib.get_close_matches(name, known, n=1)
 
 
 def _name(word: str) -> str:

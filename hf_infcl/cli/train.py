@@ -41,9 +41,7 @@ from ..options.commands import ColumnOptions, DataOptions, ModelOptions
 from ..processes.collectives import Processes
 from ..processes.signals import Preempted
 from ..quality.averages import Averaged, described
-from ..quality.ledger import ledger_lines, words_of_excluded
-from ..quality.selection import WithoutNoisyPairs
-from ..step.extensions import of_kind
+from ..quality.ledger import words_of_excluded
 from ..trainer.checkpoints import full_disk_explained
 from ..trainer.loop_events import measured_last
 from ..trainer.model_files import average_with_start, checkpoint_of_end, main_weights, merge_into_start, model_to_train
@@ -131,7 +129,7 @@ def train(parser: Parser, namespace: argparse.Namespace) -> None:
     with full_disk_explained(Path(args.output_dir)):
         averaged = save_results(trainer, trained.metrics, eval_datasets, average, model_options.model)
         by_width = facts.scores_by_width(trainer, eval_datasets)
-        ledger = write_ledger_of_training(trainer, train_dataset)
+        of_ledger = write_ledger_of_training(trainer, train_dataset)
         if "open_clip" in args.save_formats and trainer.is_world_process_zero():
             print(compared := compare_formats(str(args.output_dir)))
             describe.keywords["settings"]["saved formats"] = f"transformers and OpenCLIP. {compared}"
@@ -144,8 +142,6 @@ def train(parser: Parser, namespace: argparse.Namespace) -> None:
             trainer.push_folder(delete=ADAPTER_FILES if merge else ())
     if trainer.is_world_process_zero():
         folder = str(args.output_dir)
-        waits_for = "".join(one.waits_for for one in of_kind(trainer.window_step.extensions, WithoutNoisyPairs))
-        of_ledger = ledger_lines(ledger, folder, waits_for=waits_for) if ledger else ()
         print(*lines_of_changes(facts_of_run), *of_ledger, sep="\n")
         if importlib.util.find_spec("matplotlib") is None:
             print(f"The curves were not drawn: `pip install matplotlib`, and `infcl card {folder}` draws them.")
