@@ -149,8 +149,7 @@ def _found_columns(features: Any, wanted: Mapping[str, str], named: Collection[s
             raise ValueError(
                 f"The data has no column {column!r}, which --{option} names. Its columns are {[*features]}."
             )
-    kinds = {"image_column": "image", "caption_column": "caption"}
-    usual = {option: find_column(kind, features, wanted[option]) for option, kind in kinds.items()}
+    usual = {f"{kind}_column": find_column(kind, features, wanted[f"{kind}_column"]) for kind in ("image", "caption")}
     found = {option: column if column in features else None for option, column in {**wanted, **usual}.items()}
     if not (found["image_column"] or found["caption_column"]):
         raise ValueError(
