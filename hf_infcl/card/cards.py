@@ -85,9 +85,8 @@ def write_eval_results(facts: TrainingFacts, folder: str | Path) -> None:
     """Writes the results on the Hub's datasets in the Hub's format for leaderboards, ``.eval_results/*.yaml``."""
     entries: dict[str, list[EvalResultEntry]] = {}
     for one in facts.evaluations:
-        of_set = {"dataset_revision": one.commit, "notes": one.part}
         for metric, _, value in _defined(one) if one.on_hub else ():
-            entry = EvalResultEntry(one.dataset, metric, round(value, 4), **of_set)
+            entry = EvalResultEntry(one.dataset, metric, round(value, 4), dataset_revision=one.commit, notes=one.part)
             entries.setdefault(one.dataset, []).append(entry)
     for dataset, of_dataset in entries.items():
         path = Path(folder, ".eval_results", dataset.replace("/", "_") + ".yaml")
