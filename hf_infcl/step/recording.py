@@ -41,7 +41,7 @@ class StepRecording:
     that have moved, gradients that are there already.
 
     Args:
-        wanted: whether the training records anything.
+        wanted: whether the model is neither wrapped nor compiled by others, and trains.
     """
 
     def __init__(self, context: Context, *, wanted: bool) -> None:
@@ -49,7 +49,7 @@ class StepRecording:
         self._context, self._modules = context, list(encoder.model.modules())
         checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in self._modules)
         plain = type(encoder.model) in (CLIPModel, SiglipModel) and not (checkpoints or encoder.frozen_towers())
-        self._wanted = wanted and plain and args.world_size == 1 and may_compile(args)
+        self._wanted = wanted and plain and may_compile(args)
         self._calls: Counter[Hashable] = Counter()
         self._recordings: dict[Hashable, _Recording] = {}
 

@@ -44,7 +44,7 @@ from .grad_cache import CachedWindow, Features, Fetcher, GraphBudget, undone
 from .recording import StepRecording
 from .terms import Context, DroppedPatches, KeptFeatures, PositiveCosines, TowerNorms, loss_of_window
 from .window import MicroBatch, Window, contents
-from .wrappers import DDP, make_wrapper
+from .wrappers import DDP, Wrapper, make_wrapper
 
 logger = logging.get_logger(__name__)
 
@@ -92,7 +92,8 @@ class WindowStep:
         self.wrapper = make_wrapper(model)
         self.compilation = LayerCompilation(context, record, self.wrapper, steps)
         self.graphs = GraphBudget(args.retain_graphs, args.device)
-        self.recording = StepRecording(context, wanted=steps > 0 and self.compilation.decided is None)
+        alone = type(self.wrapper) is Wrapper and self.compilation.decided is None
+        self.recording = StepRecording(context, wanted=alone and steps > 0)
         self._fetcher = Fetcher(args.device) if args.offload_inputs else None
         self.term_parameters = term_parameters(self.extensions)  # what trains beside the model
         self.checks = NumberChecks(context, record, self.term_parameters, rows_of_dataset)
