@@ -626,7 +626,10 @@ def test_the_time_is_that_of_all_steps_of_a_run(tmp_path, monkeypatch):
     first = trained(trainer_for(tmp_path, **options, callbacks=[Slow(clock), StopAt(3)]))
     assert training_facts(first, **DESCRIBED).seconds == 30
     clock[0] += 1000
-    again = trained(trainer_for(tmp_path, **options, callbacks=[Slow(clock)]), resume=True)
+    again, at_logs = trainer_for(tmp_path, **options, callbacks=[Slow(clock)]), []
+    again.log, log = lambda *args: (log(*args), at_logs.append(training_facts(again, **DESCRIBED).seconds)), again.log
+    trained(again, resume=True)
+    assert at_logs[:2] == [40, 60], "a card after an evaluation, before any checkpoint, has it"
     clock[0] += 1000  # the evaluations after it
     again.evaluate({"pairs": models.Pairs(4)})
     assert training_facts(again, **DESCRIBED).seconds == 70

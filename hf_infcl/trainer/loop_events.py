@@ -97,7 +97,7 @@ class Progress:
 
 
 def trained_seconds(state: TrainerState) -> float:
-    """The seconds of a training up to its last checkpoint, or to its end."""
+    """The seconds of a training up to its last log or checkpoint, or to its end."""
     kept: Any = state.stateful_callbacks
     return float(kept.get(_SECONDS, 0.0))
 

@@ -322,6 +322,7 @@ class InfCLTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds `WindowStep.logs`, `Progress.logs` and `TrainingData.logs` to the logs of the training; collective."""
         if "loss" in logs:
+            self.progress.keep_seconds(self.state)  # which the card after an evaluation reads
             logs |= self.window_step.logs(logs)
             logs |= self.training_data.logs(self.window_step.seconds_of_first_pass())
             logs |= self.progress.logs(self.state.global_step, self.args.device, self.dual_encoder)
