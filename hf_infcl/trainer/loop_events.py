@@ -51,10 +51,9 @@ class Progress:
         self._first_window: list[dict[str, Any]] = []  # the shapes of its micro-batches
         self._of_window: int | None = None  # the operations of the first window; 0 if they cannot be counted
 
-    def keep_seconds(self, state: TrainerState) -> None:
+    def keep_seconds(self, state: Any) -> None:
         """Puts the seconds of the training up to now into the part of Trainer's state that checkpoints keep."""
-        kept: Any = state.stateful_callbacks
-        kept[_SECONDS] = round(time.perf_counter() - self._began, 3)
+        state.stateful_callbacks[_SECONDS] = round(time.perf_counter() - self._began, 3)
 
     def look_at(self, window: Window) -> None:
         """Keeps the shapes of the first window, before it is trained."""
