@@ -118,7 +118,7 @@ for module in pkgutil.walk_packages(hf_infcl.__path__, "hf_infcl."):
     if not module.name.startswith(needs_triton) and not module.name.endswith("__main__"):
         importlib.import_module(module.name)
 from hf_infcl.cli.commands import PARSERS
-assert PARSERS["train"]().read(["--recipe", "finetune_keep"])[0].replay_share == 0.5
+assert PARSERS["train"]().read(["--recipe", "finetune_keep"]).replay_share == 0.5
 from hf_infcl.cli import main
 main(words=["--version"])
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 from collections.abc import Iterable, Mapping
@@ -184,10 +183,16 @@ class PicturesCallback(TrainerCallback):
             logger.error(f"The picture of step {state.global_step} did not reach all trackers: {error!r}")
 
     def _pass_on(self, path: Path, picture: Image.Image, args: TrainingArguments, state: TrainerState) -> None:
-        for name in {"wandb", "trackio"}.intersection(args.report_to or ()):
-            tracker = importlib.import_module(name)
-            tracker.log({"pictures": tracker.Image(str(path))})
-        if "mlflow" in (args.report_to or ()):
+        trackers = args.report_to or ()
+        if "wandb" in trackers:
+            import wandb
+
+            wandb.log({"pictures": wandb.Image(str(path))})
+        if "trackio" in trackers:
+            import trackio
+
+            trackio.log({"pictures": trackio.Image(str(path))})
+        if "mlflow" in trackers:
             import mlflow
 
             mlflow.log_artifact(str(path))
