@@ -1,7 +1,5 @@
 """Exact contrastive training of image-text models at any batch size, inside the Hugging Face stack."""
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

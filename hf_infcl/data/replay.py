@@ -4,8 +4,6 @@ New and old pairs are read micro-batch by micro-batch, and collated together. Wh
 only on its number in the run, so the global batches are the same on any number of processes and accumulation steps.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -227,7 +225,7 @@ class Replayed(IterableDataset[Any]):
 
     def batches(
         self, share: Share, collate: DataCollator, *, states: Sequence[Mapping[str, Any]] = (), **where: Any
-    ) -> MixedRows:
+    ) -> "MixedRows":
         """The micro-batches of one process; see `make_micro_batches` for the arguments."""
         self.check()
         parts: list[MicroBatches] = []

@@ -4,8 +4,6 @@ Also how options are read from files. Nothing here imports torch, so that the he
 answered at once.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import math

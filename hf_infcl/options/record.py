@@ -4,8 +4,6 @@ Options that only decide where or how fast something is computed, how often it i
 happens after an error, are left out: they may change from one part of a run to the next.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -49,7 +47,7 @@ class RunRecord:
         Path(checkpoint, RECORD_NAME).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
-    def read(cls, checkpoint: str | Path) -> RunRecord | None:
+    def read(cls, checkpoint: str | Path) -> "RunRecord | None":
         """The record of a checkpoint; None if it has none because another Trainer wrote it.
 
         Raises:

@@ -3,8 +3,6 @@
 A single process is a group of one, so callers need no special case for it.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import queue
@@ -82,7 +80,7 @@ class Processes:
         finally:
             self._instead = None
 
-    def part(self, group: dist.ProcessGroup) -> Processes:
+    def part(self, group: dist.ProcessGroup) -> "Processes":
         """The processes of another group, this one among them; `redirected` redirects their collectives as well.
 
         Their results lie in the memory of the previous results of that shape, so that a recording of many collectives,

@@ -6,8 +6,6 @@ which process they waited. Each process therefore has a thread that watches the 
 own progress, and an error about a lost process names its last phase.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import math
@@ -72,7 +70,7 @@ class Phases:
         if self._reachable:
             self._store = dist.PrefixStore("infcl", dist.distributed_c10d._get_default_store())
 
-    def __enter__(self) -> Phases:
+    def __enter__(self) -> "Phases":
         """Begins the training; collective."""
         if self._reachable:
             this = psutil.Process()
@@ -298,7 +296,7 @@ class Preemption:
         self._noted, self._since = 0, 0.0
         self._before: dict[int, tuple[Any, ctypes.Array[ctypes.c_char]]] = {}
 
-    def __enter__(self) -> Preemption:
+    def __enter__(self) -> "Preemption":
         if threading.current_thread() is threading.main_thread():
             usual = hasattr(sys, "ps1") or signal.getsignal(signal.SIGINT) == signal.SIG_IGN
             for number in set(SIGNALS) - ({signal.SIGINT} if usual else set()):

@@ -1,7 +1,5 @@
 """Which run a checkpoint must come from to be resumed, and where the resumed run goes on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -72,7 +70,7 @@ def _described(data: object, args: InfCLTrainingArguments) -> str:
     return type(data).__name__ + rows + captions + ("" if isinstance(data, IterableDataset) else order)
 
 
-def make_resumption(context: Context, resumes: str | bool | None, repository: str | None) -> Resumption:
+def make_resumption(context: Context, resumes: str | bool | None, repository: str | None) -> "Resumption":
     """The checkpoint that a run resumes from, if any, after it was compared with the run; collective.
 
     The folder of a checkpoint may have different names on different machines.
