@@ -17,7 +17,7 @@ from helpers.processes import on_ranks
 
 from hf_infcl import ContrastiveLoss, contrastive_loss
 from hf_infcl.kernels import torch_backend as tiled
-from hf_infcl.loss import reference, strategies
+from hf_infcl.loss import contrastive, reference, strategies
 from hf_infcl.loss.contrastive import local_contrastive_loss
 from hf_infcl.loss.strategies import STRATEGIES, Ring
 from hf_infcl.processes.collectives import Processes
@@ -274,7 +274,15 @@ def test_a_gradient_of_the_gradient_of_a_compiled_loss_is_refused(wanted):
 def test_the_local_loss_needs_no_other_process(rank, world_size):
     if rank == 0:
         x, y = features(5, 8)
-        torch.testing.assert_close(local_contrastive_loss(x, y, 10.0), reference.contrastive_loss(x, y, 10.0))
+
+        def shared(*settings: Any) -> Any:
+            assert Processes().world_size == world_size, "a loss in another thread would lack rank 1"
+            return strategies.select_strategy(*settings)
+
+        with mock.patch.object(contrastive, "select_strategy", shared):
+            torch.testing.assert_close(local_contrastive_loss(x, y, 10.0), reference.contrastive_loss(x, y, 10.0))
+        with pytest.raises(TypeError, match="process_group"):
+            local_contrastive_loss(x, y, 10.0, process_group=dist.group.WORLD)
 
 
 @on_ranks(2)

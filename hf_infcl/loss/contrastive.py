@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import kernels
-from ..processes.collectives import Arriving, Processes, alone
+from ..processes.collectives import Arriving, Processes
 from ..refusals import refuse_second_derivative
 from . import cuda_graphs, objectives
 from .batch import Batch, RowCounts, Wanted
@@ -119,32 +119,41 @@ def contrastive_loss(
         *(image_embeds, text_embeds, logit_scale, logit_bias, objective, strategy, backend),
         *(pair_ids, image_ids, text_ids, negative_texts, directions),
     )
-    processes = Processes(process_group)
+    return _loss(inputs, Processes(process_group))
+
+
+def local_contrastive_loss(image_embeds: Tensor, text_embeds: Tensor, *scalars: Any, **options: Any) -> Tensor:
+    """Computes `contrastive_loss` of this process's batch alone, without communication even if a group exists.
+
+    Args:
+        *scalars: logit_scale and, if there is one, logit_bias.
+        **options: keyword arguments of `contrastive_loss`, except for ``process_group``.
+    """
+    return _loss(Inputs(image_embeds, text_embeds, *scalars, **options), Processes(alone=True))
+
+
+def _loss(inputs: Inputs, processes: Processes) -> Tensor:
     counts = inputs.check(processes)
-    x, y = image_embeds, text_embeds
+    x, y, text_ids = inputs.image_embeds, inputs.text_embeds, inputs.text_ids
     dtype = kernels.torch_backend.accumulate_dtype(x)
     # Scalars live on the features' device, so that no backend has to wait for their values.
-    scale = _scalar(logit_scale, dtype, x.device)
-    bias = _scalar(0.0 if logit_bias is None else logit_bias, dtype, x.device)
-    ids_x = pair_ids if image_ids is None else image_ids
+    scale = _scalar(inputs.logit_scale, dtype, x.device)
+    bias = _scalar(0.0 if inputs.logit_bias is None else inputs.logit_bias, dtype, x.device)
+    ids_x = inputs.pair_ids if inputs.image_ids is None else inputs.image_ids
     rows, columns = sum(counts.images), sum(counts.texts) + sum(counts.negative_texts)
     if text_ids is not None:
         rows, columns = max(rows, columns), min(rows, columns)
-    selected = select_strategy(strategy, processes, backend, y, rows, columns)
+    strategy = select_strategy(inputs.strategy, processes, inputs.backend, y, rows, columns)
     # Within a Function grad mode is always off, and its needs_input_grad ignores the mode of the caller.
-    task = _Task(selected, objective, counts, inputs.wanted(), directions == DIRECTIONS[1])
+    task = _Task(strategy, inputs.objective, counts, inputs.wanted(), inputs.directions == DIRECTIONS[1])
     with torch.autocast(x.device.type, enabled=False):
         scalars = None
         if processes.world_size > 1 and not inputs.scalars_are_read():
             scalars = Arriving(processes.gather(torch.stack((scale.detach(), bias.detach()))))
-        loss = _Loss.apply(task, x, y, negative_texts, scale, bias, ids_x, text_ids)
+        loss = _Loss.apply(task, x, y, inputs.negative_texts, scale, bias, ids_x, text_ids)
     if scalars is not None:  # compared when the work is queued, so that the device goes on meanwhile
         inputs.compare(processes, scalars.tolist())
     return loss
-
-
-# The loss of this process's batch alone, without communication even if a default group exists.
-local_contrastive_loss = alone()(contrastive_loss)
 
 
 def _scalar(value: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:

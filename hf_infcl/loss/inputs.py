@@ -26,7 +26,7 @@ class Inputs:
     image_embeds: Tensor
     text_embeds: Tensor
     logit_scale: Tensor | float
-    logit_bias: Tensor | float | None
+    logit_bias: Tensor | float | None = None
     objective: str = "softmax"
     strategy: str = "ring"
     backend: str = "auto"
