@@ -1,6 +1,5 @@
-"""Parts of `InfCLTrainer` alone, without a Trainer: evaluating, resuming, ending early, values replaced, progress."""
+"""Parts of `InfCLTrainer` alone, without a Trainer: evaluating, resuming, ending early, progress."""
 
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +27,7 @@ from hf_infcl.trainer import resuming
 from hf_infcl.trainer.checkpoints import Checkpoints
 from hf_infcl.trainer.evaluating import Evaluator
 from hf_infcl.trainer.loaders import CaptionNotices
-from hf_infcl.trainer.loop_events import Progress, replaced, saved_early
+from hf_infcl.trainer.loop_events import Progress, saved_early
 from hf_infcl.trainer.resuming import Resumption
 
 
@@ -169,14 +168,6 @@ def test_a_signal_ends_a_training_with_one_checkpoint_of_its_last_step(caplog, t
     assert ended.code == 128 + 15
     assert saves == ([(2, "model", "trial"), ("args", trainer.state, "control")] if saved_step == 2 else [])
     assert f"SIGTERM has ended the training after step 3. {expected}." in caplog.text
-
-
-def test_values_are_replaced_until_the_context_ends():
-    trainer = SimpleNamespace(data="whole", collator=None)
-    with suppress(KeyError), replaced(trainer, data="part"):
-        assert vars(trainer) == {"data": "part", "collator": None}
-        raise KeyError
-    assert vars(trainer) == {"data": "whole", "collator": None}
 
 
 def test_progress_counts_pairs_and_seconds_across_an_interruption(monkeypatch):

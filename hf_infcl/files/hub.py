@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import lru_cache, wraps
 from pathlib import Path
 from typing import ParamSpec, TypeVar
+from unittest.mock import patch
 
 from huggingface_hub import RepoCard, constants
 from huggingface_hub.utils import http_backoff, logging
@@ -26,12 +27,9 @@ def hub_asked_once(source: str) -> Iterator[None]:
     The libraries would ask for each file, and try again for 24 seconds each time. For a path nothing is asked.
     """
     is_path = os.path.exists(source) or source.startswith((".", os.sep))
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = before or not (is_path or hub_answers())
-    try:
+    offline = constants.HF_HUB_OFFLINE or not (is_path or hub_answers())
+    with patch.object(constants, "HF_HUB_OFFLINE", offline):
         yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
 
 
 def asks_hub_once(load: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

@@ -9,6 +9,7 @@ import queue
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -343,11 +344,8 @@ class AnnouncingDataLoader:
 
     def _on_device(self) -> Iterator[Any]:
         """The batches of accelerate's loader, which moves those of the workers to the device."""
-        torch_loader, self._dataloader.base_dataloader = self._dataloader.base_dataloader, self._workers
-        try:
+        with patch.object(self._dataloader, "base_dataloader", self._workers):
             yield from self._dataloader
-        finally:
-            self._dataloader.base_dataloader = torch_loader
 
     def __len__(self) -> int:
         return len(self._dataloader)

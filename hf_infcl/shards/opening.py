@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import fsspec
 from filelock import FileLock
@@ -111,11 +112,8 @@ def existing_paths_are_literal() -> Iterator[None]:
             infos = {f"{literal}/{name}": info for name, info in below.items()}
         return infos if detail else list(infos)
 
-    LocalFileSystem.glob = glob
-    try:
+    with patch.object(LocalFileSystem, "glob", glob):
         yield
-    finally:
-        LocalFileSystem.glob = of_fsspec
 
 
 def _expand_braces(pattern: str, literal: int = 0) -> list[str]:

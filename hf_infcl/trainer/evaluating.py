@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate.state import GradientState
@@ -31,7 +32,6 @@ from ..step.grad_cache import random_state_kept
 from ..step.terms import Context
 from ..step.window import widened
 from .loaders import CaptionNotices
-from .loop_events import replaced
 
 MOST_PROMPTS = 8  # the most batches of prompts that are encoded at once
 
@@ -187,12 +187,11 @@ class Evaluator:
             if isinstance(dataset, ZeroShotDataset):
                 batches.begin()  # workers load the first ones while prompts are encoded
                 self._classifier = class_vectors(dataset, self._context, self._processing_class)
-            own: dict[str, Any] = {}
-            if "inputs" not in self._args.include_for_metrics:  # whose widths may differ
-                # For the width of what `embed` returns, which is the same on all processes, the loop would ask the
-                # others after every batch, and for that it would wait for the device.
-                own["pad_across_processes"] = lambda tensor, **_: tensor
-            with replaced(self._accelerator, **own):
+            # For the width of what `embed` returns, which is the same on all processes, the loop would ask the others
+            # after every batch, and for that it would wait for the device.
+            unpadded = patch.object(self._accelerator, "pad_across_processes", lambda tensor, **_: tensor)
+            may_differ = "inputs" in self._args.include_for_metrics  # in their widths
+            with nullcontext() if may_differ else unpadded:
                 output = loop(batches)  # which calls `embed`
             Processes().agree([])  # where an error of another process's compute_metrics arrives
             assert output.metrics is not None
@@ -348,9 +347,9 @@ def rows_to_keep(batch_size: int, rank: int) -> int:
     return min(max(state.remainder - rank * batch_size, 0), batch_size)
 
 
-def _texts_kept(dataloader: DataLoader) -> AbstractContextManager[None]:
+def _texts_kept(dataloader: DataLoader) -> AbstractContextManager[Any]:
     """The context in which a loader's batches keep their texts on the host, if it is a loader of torch."""
     loader = getattr(dataloader, "base_dataloader", dataloader)
     if not isinstance(loader, DataLoader):
         return nullcontext()
-    return replaced(loader, collate_fn=partial(tasks.with_texts_on_host, loader.collate_fn))
+    return patch.object(loader, "collate_fn", partial(tasks.with_texts_on_host, loader.collate_fn))

@@ -308,19 +308,6 @@ def switch_weights(optimizer: Optimizer | None, mode: Literal["train", "eval"]) 
         switch()
 
 
-@contextmanager
-def replaced(trainer: object, **values: object) -> Iterator[None]:
-    """The context in which Trainer's methods find these values in attributes of a trainer."""
-    before = {name: getattr(trainer, name) for name in values}
-    for name, value in values.items():
-        setattr(trainer, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(trainer, name, value)
-
-
 def _share(control: TrainerControl) -> bool:
     """Whether anything was requested."""
     requested = Processes().agree([getattr(control, name) for name in DECISIONS])

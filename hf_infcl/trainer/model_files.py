@@ -4,9 +4,11 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
@@ -32,7 +34,6 @@ from ..options.commands import LoraOptions, TrainedModelOptions
 from ..processes.collectives import Processes
 from ..quality.averages import ALPHAS, Averaged, Measured, chosen, interpolated, measured_at, with_halves
 from .checkpoints import Checkpoint, CheckpointStore, cause
-from .loop_events import replaced
 
 STATES_NAME = "infcl_extensions.pt"  # in a checkpoint: the states of the step's extensions
 _SINCE_LOG = "loss_since_log"
@@ -66,13 +67,10 @@ def save_weights(
         encoder.base.config.text_config.eos_token_id = encoder.pooling.stated
     if state_dict is not None:
         state_dict = stock_shapes(encoder, state_dict)
-    if args.save_on_each_node:
-        # transformers' own method lets only process 0 write, but each machine needs a copy.
-        model.should_save_on_this_rank = lambda is_main_process: is_main_process
-    try:
+    # transformers' own method lets only process 0 write, but each machine needs a copy.
+    on_each = patch.object(model, "should_save_on_this_rank", lambda is_main_process: is_main_process, create=True)
+    with on_each if args.save_on_each_node else nullcontext():
         save(output_dir, None if state_dict is None else dict(state_dict))  # transformers empties it
-    finally:
-        vars(model).pop("should_save_on_this_rank", None)
     if args.should_save:
         folder = str(args.output_dir if output_dir is None else output_dir)
         add_beside_adapters(folder, model, model.state_dict() if state_dict is None else state_dict)
@@ -113,7 +111,7 @@ def write_checkpoint(trainer: Any, save: Callable[[], None], checkpoint: Checkpo
     partial folder. Its folder is noted afterwards.
     """
     state, args, states = trainer.state, trainer.args, trainer.window_step.state_dict()
-    with replaced(state, best_global_step=None):
+    with patch.object(state, "best_global_step", None):
         save()
     if (best_step := state.best_global_step) and args.save_strategy != SaveStrategy.NO:
         best = checkpoint.folder.with_name(f"{PREFIX_CHECKPOINT_DIR}-{best_step}")

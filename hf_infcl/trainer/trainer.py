@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from huggingface_hub import ModelCard
@@ -36,7 +37,7 @@ from ..step.terms import Context, Start
 from . import construction, loaders, model_files
 from .checkpoints import Checkpoints, rotate
 from .evaluating import Evaluator, check_metric, checked_metrics, metrics_of, tell_predictions
-from .loop_events import Decisions, Progress, add_own_callbacks, is_logged, replaced, saved_early, switch_weights
+from .loop_events import Decisions, Progress, add_own_callbacks, is_logged, saved_early, switch_weights
 from .optimization import Optimization
 from .resuming import Resumption, make_resumption, make_run
 
@@ -261,7 +262,7 @@ class InfCLTrainer(Trainer):
         """The number of completed epochs, and of trained micro-batches of the next one."""
         # Trainer takes shares of the training (logging_steps=0.01), and micro-batches that were found, for changes.
         # `first_position` warns of those of intervals, and the micro-batch decides nothing.
-        with replaced(trainer_of_transformers, compare_trainer_and_checkpoint_args=lambda *_: None):
+        with patch.object(trainer_of_transformers, "compare_trainer_and_checkpoint_args", lambda *_: None):
             counted = super()._init_training_state(*args)
         epochs = partial(epochs_of, self.train_dataset, self.args)
         return self.resumption.first_position(self.state, self.args, epochs, counted)
@@ -357,7 +358,7 @@ class InfCLTrainer(Trainer):
         if self.is_world_process_zero() and (compute is not None or description == "Prediction"):
             tell_predictions()
         more: Any = description, False, ignore_keys, metric_key_prefix
-        with replaced(self, compute_metrics=compute, _evaluating=evaluator):
+        with patch.multiple(self, compute_metrics=compute, _evaluating=evaluator):
             output = evaluator.run(lambda batches: loop(batches, *more), dataloader, metric_key_prefix)
         self.found[metric_key_prefix] = evaluator.found
         return output
