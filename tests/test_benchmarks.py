@@ -280,6 +280,7 @@ def replace_text(name: str, text: str) -> Callable[[Path], Any]:
         (replace_text("test/nshards.txt", "0"), "must hold the number of shards, not '0'"),
         (replace_text("test/nshards.txt", "1000000000000"), "lacks 999,999,999,998 of .* shards: 2.tar, 3.tar, "),
         (replace_text("test/nshards.txt", "9" * 5000), "must hold the number of shards, not '9{36}'"),
+        (lambda folder: (folder / "test/1.tar").rename(folder / "test/01.tar"), "lacks 1 of 2 shards: 1.tar. Download"),
         (lambda folder: (folder / "test/1.tar").write_bytes(b"x" * 700), "1.tar' is damaged"),
         (shutil.rmtree, "has no folder wds_mine"),
     ],

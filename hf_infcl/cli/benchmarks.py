@@ -245,14 +245,14 @@ def _samples(folder: Path, label: str) -> datasets.Dataset:
         raise ValueError(f"{folder}/nshards.txt must hold the number of shards, not {stated[: 2 * _DIGITS]!r}.")
     count = int(stated)  # anyone may have written it, so no list may get this long
     numbers = {int(path.stem) for path in folder.glob("*.tar") if path.stem.isdecimal()}
-    present = [n for n in sorted(numbers) if n < count and (folder / f"{n}.tar").is_file()]
+    present = {n: str(folder / f"{n}.tar") for n in sorted(numbers) if n < count and (folder / f"{n}.tar").is_file()}
     if len(present) < count:
-        missing = itertools.islice((n for n in range(count) if n not in numbers), 5)
+        missing = itertools.islice((n for n in range(count) if n not in present), 5)
         raise ValueError(
             f"{folder} lacks {count - len(present):,} of {count:,} shards: "
             f"{', '.join(f'{n}.tar' for n in missing)}. Download the whole set again."
         )
-    rows = tar_table([(str(folder / f"{n}.tar"), str(folder / f"{n}.tar")) for n in present], "image", "test")
+    rows = tar_table([(file, file) for file in present.values()], "image", "test")
     images = [name for name, feature in rows.features.items() if isinstance(feature, datasets.Image)]
     if len(images) != 1 or label not in rows.column_names:
         raise ValueError(f"Each sample must have one image and a .{label}, but there are {rows.column_names}.")

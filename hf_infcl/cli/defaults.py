@@ -125,12 +125,12 @@ def check_embedded(folder: str | None, words: Sequence[str]) -> None:
 
 def in_steps(chosen: Mapping[str, Any], steps: int) -> str:
     """The chosen options as words; intervals that are shares of a run become steps."""
-    values = dict(chosen)
-    for name in ("logging_steps", "save_steps", "eval_steps"):
-        if name in values:
-            value = values[name]
-            values[name] = math.ceil(value * steps) if value < 1 else f"{value:g}"  # as Trainer computes them
-    return " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in values.items())
+    words = []
+    for name, value in chosen.items():
+        if name.endswith("_steps"):
+            value = math.ceil(value * steps) if value < 1 else f"{value:g}"  # as Trainer computes them
+        words.append(f"--{name}" if value is True else f"--{name} {value}")
+    return " ".join(words)
 
 
 def print_choices(args: InfCLTrainingArguments, chosen: Mapping[str, object], pairs: object) -> None:

@@ -296,7 +296,8 @@ def _scored(parts: Sequence[_Embedded]) -> tuple[Columns, int]:
     columns, images, texts, belongs, ids = zip(*parts, strict=True)
     firsts = itertools.accumulate(map(len, images), initial=0)
     caption_image = torch.cat([of_part + first for of_part, first in zip(belongs, firsts, strict=False)])
-    both, pair_ids = (torch.cat(images), torch.cat(texts)), None if ids[0] is None else torch.cat(ids)
+    both = torch.cat(images), torch.cat(texts)
+    pair_ids = None if ids[0] is None else torch.cat(ids)
     score = pair_scores(*both, caption_image, pair_ids, Processes(alone=True))
     every = _joined(columns) | {"score": score.cpu().numpy()}
     alone = (score.isnan() & all(embeds.isfinite().all() for embeds in both)).cpu().numpy()

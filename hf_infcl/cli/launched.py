@@ -107,7 +107,7 @@ def fit_workers(namespace: argparse.Namespace, file: str = "") -> None:
         print(line, file=sys.stderr)
 
 
-def warn_of_bf16_on_cpu(namespace: argparse.Namespace, file: str = "") -> None:
+def warn_of_bf16_on_cpu(namespace: argparse.Namespace, file: str) -> None:
     """Tells of bf16 together with ``use_cpu``; ``file`` is the name of the file that sets it, if one does."""
     if getattr(namespace, "use_cpu", False) and namespace.bf16 and os.environ.get("RANK", "0") == "0":
         of_file = f" of {file}" if file else ""

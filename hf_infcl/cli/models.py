@@ -195,9 +195,8 @@ def _check_output_dir(output_dir: str | None, start: str, end: str) -> None:
     if not output_dir:
         raise ValueError("--output_dir is empty. Name the folder that the average is written into.")
     folder = Path(output_dir)
-    if any(folder.resolve() == Path(source).resolve() for source in (start, end)) or any(
-        (folder / name).exists() for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME)
-    ):
+    has_model = any((folder / name).exists() for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME))
+    if has_model or folder.resolve() in (Path(start).resolve(), Path(end).resolve()):
         raise ValueError(f"--output_dir {output_dir} already holds a model. Choose another --output_dir.")
 
 

@@ -202,7 +202,7 @@ class Parser(HfArgumentParser):
         sys.exit(2)
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
-        """All options: of the command line, and of the YAML or JSON file that begins it or that --recipe names."""
+        """Returns all options: those of the command line, and of a YAML or JSON file, its first word or a --recipe."""
         self.words = list(words)
         if {"-h", "--help"} & set(self.words):
             if self.shown and self.words[-1] != "all":
@@ -301,9 +301,8 @@ class Parser(HfArgumentParser):
         """Adds the options that another release of transformers has beside those of the file."""
         types = typing.get_type_hints(transformers.TrainingArguments)
         new = [one for one in fields(transformers.TrainingArguments) if one.init and one.name not in self._kinds]
-        self._add_dataclass_arguments(
-            make_dataclass("NewOptions", [(one.name, types[one.name], copy.copy(one)) for one in new])
-        )
+        declared = [(one.name, types[one.name], copy.copy(one)) for one in new]
+        self._add_dataclass_arguments(make_dataclass("NewOptions", declared))
 
     def _file_and_words(self, words: list[str]) -> tuple[Path | None, list[str]]:
         """The file of options that the first word or --recipe names, or None, and the other words."""
@@ -341,7 +340,8 @@ class Parser(HfArgumentParser):
         if bool in self._kinds.get(plain, ()):
             raise ValueError(f"There is no option --{name}. Write --{plain} false.")
         known = self._kinds.keys() - {"auto_find_batch_size"}  # which is refused
-        similar = sorted(one for one in known if set(name.split("_")) <= set(one.split("_")))  # with all of its words
+        # Options that have all words of the name, or one that is spelt alike.
+        similar = sorted(one for one in known if set(name.split("_")) <= set(one.split("_")))
         if not 0 < len(similar) < 5:
             similar = difflib.get_close_matches(name, known, n=1)
         hint = f"Did you mean {' or '.join(f'--{k}' for k in similar)}?" if similar else "--help all lists all options."

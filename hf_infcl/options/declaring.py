@@ -219,7 +219,8 @@ def check_values(options: Any) -> None:
     facts_of_all, declared = facts_by_name(options), declared_facts(options)
     for one in fields(options):
         name, facts, value = one.name, facts_of_all[one.name], getattr(options, one.name)
-        if value is not None and name in declared and (items := re.match(r"list\[(\w+)\]", str(one.type))):
+        items = re.match(r"list\[(\w+)\]", str(one.type)) if name in declared else None
+        if items and value is not None:
             values = list(value) if isinstance(value, (list, tuple)) else [value]
             kind, words = {"int": (Integral, "whole numbers"), "float": (Real, "numbers")}.get(items[1], (object, ""))
             if not all(isinstance(item, kind) for item in values):
