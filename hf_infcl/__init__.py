@@ -7,21 +7,15 @@ from .processes import launcher as launcher  # notes the process that has starte
 
 __version__ = "0.1.0"
 
-# The modules that define the public names. They are imported on first use, so that `import hf_infcl` is fast and does
-# not require triton, datasets or evaluate.
-_MODULES = {
-    "contrastive_loss": "loss",
-    "ContrastiveLoss": "loss",
-    "cached_backward": "step.own_loop",
-    "ExactContrastiveLoss": "step.own_loop",
-    "InfCLTrainer": "trainer.trainer",
-    "InfCLTrainingArguments": "options.arguments",
-    "TwoTowers": "models.dual_encoder",
-    "ContrastiveCollator": "data",
-    "ImageTextDataset": "data",
-    "ImageTextStream": "data",
-    "ZeroShotDataset": "data",
-    "load_pairs": "data",
+# The public names by the modules that define them. These are imported on first use, so that `import hf_infcl` is fast
+# and does not require triton, datasets or evaluate.
+_NAMES = {
+    "data": ("ContrastiveCollator", "ImageTextDataset", "ImageTextStream", "ZeroShotDataset", "load_pairs"),
+    "loss": ("ContrastiveLoss", "contrastive_loss"),
+    "models.dual_encoder": ("TwoTowers",),
+    "options.arguments": ("InfCLTrainingArguments",),
+    "step.own_loop": ("ExactContrastiveLoss", "cached_backward"),
+    "trainer.trainer": ("InfCLTrainer",),
 }
 
 __all__ = [
@@ -49,10 +43,11 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+    for module, names in _NAMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f".{module}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_MODULES])
+    return sorted({*globals(), *__all__})
