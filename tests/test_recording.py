@@ -1,6 +1,8 @@
 """Steps that are replayed as CUDA graphs: the same weights, and what is computed as it is."""
 
-from collections.abc import Iterator
+import itertools
+import random
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,6 +17,7 @@ from transformers import TrainerCallback
 from hf_infcl import InfCLTrainer
 from hf_infcl.models.dual_encoder import NO_MASK
 from hf_infcl.step import compilation, recording
+from hf_infcl.step.extensions import StepChange
 
 STEPS = 7
 ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -122,6 +125,61 @@ def compiled(model: Any) -> None:
     model.vision_model.compile(backend="eager")
 
 
+def hooked_gradient(model: Any) -> None:
+    model.visual_projection.weight.register_hook(lambda gradient: 2 * gradient)
+
+
+def chance(model: Any) -> None:
+    class Chance(torch.nn.Identity):
+        def forward(self, features: Any) -> Any:
+            return features * random.choice([1, 2])
+
+    model.vision_model.post_layernorm = torch.nn.Sequential(model.vision_model.post_layernorm, Chance())
+
+
+def batch_norm(model: Any) -> None:
+    linear = model.visual_projection
+    model.visual_projection = torch.nn.Sequential(linear, torch.nn.BatchNorm1d(linear.out_features))
+
+
+class EachStep(TrainerCallback):
+    """Calls a function of the model and of the step before each step."""
+
+    def __init__(self, function: Callable[[Any, int], object]) -> None:
+        self.function = function
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.function(model, state.global_step)
+
+
+def rates(model: Any, step: int) -> None:
+    model.text_model.encoder.layers[0].self_attn.dropout = step / 10
+
+
+def frozen_weights(model: Any, step: int) -> None:
+    """Other values, in other memory, of what is frozen."""
+    weight = model.text_model.embeddings.token_embedding.weight
+    kept.append(weight.data)
+    weight.data = weight.data + 0.01
+
+
+kept: list[Any] = []  # no later one gets the same memory
+
+
+class Adds(StepChange):
+    """Adds to the images what gets a gradient, by which it changes."""
+
+    def __init__(self) -> None:
+        self.added = torch.zeros((), requires_grad=True)
+
+    def inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        self.added = self.added.to(inputs["pixel_values"].device)
+        if self.added.grad is not None:
+            self.added = self.added + self.added.grad
+        self.added = self.added.detach().requires_grad_()
+        return {**inputs, "pixel_values": inputs["pixel_values"] + self.added}
+
+
 class Moves(TrainerCallback):
     """Gives all parameters new memory after each step, as a callback may do that swaps weights."""
 
@@ -142,6 +200,12 @@ class Moves(TrainerCallback):
         {"patch_dropout": 0.5},
         {"callbacks": [Moves()]},
         {"prepare": compiled},
+        {"prepare": hooked_gradient},
+        {"prepare": chance},
+        {"prepare": batch_norm},
+        {"callbacks": [EachStep(rates)]},
+        {"callbacks": [EachStep(frozen_weights)], "freeze_layers": 0},
+        {"extensions": Adds},
     ],
     ids=lambda options: "-".join(options),
 )
@@ -150,22 +214,60 @@ def test_what_a_replay_would_not_see_is_computed_as_it_is(tmp_path, made, option
     runs = []
     for more in ({}, {"torch_compile": False}):
         prepare(model := models.clip())
-        runs.append(run(tmp_path, model, **{n: v for n, v in options.items() if n != "prepare"}, **more))
+        chosen = {name: value for name, value in options.items() if name != "prepare"}
+        if "extensions" in chosen:
+            chosen["extensions"] = [chosen["extensions"]()]
+        runs.append(run(tmp_path, model, **chosen, **more))
     assert not made
     assert torch.equal(*map(parameters, runs))
+    assert all(map(torch.equal, *(trainer.model.buffers() for trainer in runs)))
+
+
+def change_at_four(model: Any, step: int) -> None:
+    """What a callback may do once: another rate, and a tower that no longer trains."""
+    if step == 4:
+        model.vision_model.encoder.layers[0].self_attn.dropout = 0.3
+    if step == 8:
+        model.text_model.requires_grad_(False)
+        model.text_projection.requires_grad_(False)
+
+
+def test_a_changed_model_is_recorded_anew_or_no_more(tmp_path, made):
+    options = {"max_steps": 12, "data": models.Pairs(96)}
+    runs = [run(tmp_path, **options, callbacks=[EachStep(change_at_four)], torch_compile=c) for c in (None, False)]
+    assert torch.equal(*map(parameters, runs))
+    assert len(made) == 2
+
+
+class KeepsGradients(TrainerCallback):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.seen.append(model.visual_projection.weight.grad)
+
+
+def test_gradients_that_a_callback_keeps_stay(tmp_path, made):
+    as_it_is, replayed = KeepsGradients(), KeepsGradients()
+    run(tmp_path, callbacks=[as_it_is], torch_compile=False)
+    run(tmp_path, callbacks=[replayed])
+    assert len(made) == 1
+    assert all(map(torch.equal, as_it_is.seen, replayed.seen))
 
 
 def test_gradients_that_are_there_are_added_to(tmp_path, made, monkeypatch):
-    monkeypatch.setattr(torch.nn.Module, "zero_grad", keeps_gradients)
-    expected = run(tmp_path, torch_compile=False)
-    assert torch.equal(parameters(run(tmp_path)), parameters(expected))
+    calls = itertools.count()
 
+    def zero_grad(model: Any, set_to_none: bool = True) -> None:
+        """Trainer's call after each step, here without an effect after odd ones."""
+        for parameter in model.parameters() if next(calls) % 2 else ():
+            parameter.grad = None
 
-def keeps_gradients(model: Any, set_to_none: bool = True) -> None:
-    """Trainer's call after each step, here without an effect after odd ones."""
-    model.calls = getattr(model, "calls", 0) + 1
-    for parameter in model.parameters() if model.calls % 2 else ():
-        parameter.grad = None
+    monkeypatch.setattr(torch.nn.Module, "zero_grad", zero_grad)
+    expected = run(tmp_path, max_steps=8, torch_compile=False)
+    calls = itertools.count()
+    assert torch.equal(parameters(run(tmp_path, max_steps=8)), parameters(expected))
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("fails", [False, True])

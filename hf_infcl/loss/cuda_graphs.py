@@ -58,12 +58,15 @@ def run(name: Hashable, exchange: Collectives, function: Callable[..., Tensors],
     assert first is not None
     with _lock, torch.cuda.device_of(first):
         shapes = tuple(None if t is None else (t.shape, t.dtype) for t in tensors)
-        state = (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.backends.cuda.matmul.fp32_precision,
-            torch.is_inference_mode_enabled(),
-        )
+        state = (*choices_of_kernels(), torch.is_inference_mode_enabled())
         return recording(name, shapes, state, torch.cuda.current_stream(first.device))(exchange, function, tensors)
+
+
+def choices_of_kernels() -> tuple[object, ...]:
+    """The settings by which torch chooses kernels, which a replay would not see."""
+    of: Any = torch.backends
+    precisions = of.cuda.matmul.fp32_precision, of.cudnn.conv.fp32_precision
+    return torch.are_deterministic_algorithms_enabled(), *precisions
 
 
 @functools.lru_cache(KEPT)

@@ -6,6 +6,7 @@ with compiled layers 48 to 55, although their kernels run for 20 only; replayed,
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -14,10 +15,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.module import _has_any_global_hook
 from transformers import CLIPModel, SiglipModel
 from transformers.utils import import_utils, logging
 
-from ..loss.cuda_graphs import capturing
+from ..loss.cuda_graphs import capturing, choices_of_kernels
 from ..models.dual_encoder import IMAGE_FEATURES, IMAGE_INPUTS, NO_MASK, NO_TEXTS, TEXT_INPUTS
 from .compilation import may_compile
 from .grad_cache import Features, random_state_kept
@@ -29,6 +31,8 @@ SHARE = 1 / 4  # of the device's memory that a training may have taken until it 
 _INPUTS = ("pixel_values", "input_ids")
 _OTHERS = {*IMAGE_INPUTS, *TEXT_INPUTS, IMAGE_FEATURES, NO_TEXTS} - {*_INPUTS, "attention_mask"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_TENSORS = ("_parameters", "_buffers")
+_KNOWN = ("torch.", "transformers.", "hf_infcl.")  # whose modules compute the same whenever their attributes are
 
 logger = logging.get_logger(__name__)
 
@@ -37,19 +41,18 @@ class StepRecording:
     """Encodes windows of one micro-batch: those whose shapes come often it records, and from then on replays them.
 
     It records CLIP and SigLIP on one GPU, with texts that need no attention mask: nothing in their forward waits for
-    the device or depends on values. What a replay would leave out or not see is computed as it is: hooks, parameters
-    that have moved, gradients that are there already.
+    the device or depends on values. What a replay would leave out is computed as it is: hooks, and gradients of the
+    inputs. What it would not see ends the recordings: other modules, modes, rates of dropout, and places of weights.
 
     Args:
         wanted: whether the model is neither wrapped nor compiled by others, and trains.
     """
 
     def __init__(self, context: Context, *, wanted: bool) -> None:
-        encoder, args = context.encoder, context.args
-        self._context, self._modules = context, list(encoder.model.modules())
-        checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in self._modules)
-        plain = type(encoder.model) in (CLIPModel, SiglipModel) and not (checkpoints or encoder.frozen_towers())
-        self._wanted = wanted and plain and may_compile(args)
+        self._context, model = context, context.encoder.model
+        self._wanted = wanted and type(model) in (CLIPModel, SiglipModel) and may_compile(context.args)
+        self._modules: list[nn.Module] = list(model.modules())
+        self._seen: tuple[list[object], list[object]] = [], []  # in the last window
         self._calls: Counter[Hashable] = Counter()
         self._recordings: dict[Hashable, _Recording] = {}
 
@@ -57,14 +60,21 @@ class StepRecording:
         self, forward: Callable[..., object], batch: Mapping[str, Any], frozen_outputs: dict[str, object] | None
     ) -> Features:
         """Computes what `DualEncoder.embed` does, with a gradient."""
-        embed, modules = self._context.encoder.embed, self._modules
+        embed = self._context.encoder.embed
         special = not batch.get(NO_MASK) or any(batch.get(name) is not None for name in _OTHERS)
-        if not self._wanted or special or any(getattr(module, name) for module in modules for name in _HOOKS):
+        if not self._wanted or special:
             return embed(forward, batch, frozen_outputs)
+        if not self._is_as_before():
+            self._modules = list(self._context.encoder.model.modules())
+            self._calls.clear()
+            self._recordings.clear()
         tensors = [batch[name] for name in _INPUTS]
-        parameters = dict.fromkeys(p for module in modules for p in module._parameters.values() if p is not None)
+        parameters = self._tensors("_parameters")
+        hooked = any(vars(module)[name] for module in self._modules for name in _HOOKS) or _has_any_global_hook()
+        if hooked or any(p._backward_hooks for p in parameters) or any(t.requires_grad for t in tensors):
+            return embed(forward, batch, frozen_outputs)
         trained = [p for p in parameters if p.requires_grad]
-        key = tuple((t.shape, t.dtype) for t in tensors), tuple(p.data_ptr() for p in trained)
+        key = tuple((t.shape, t.stride(), t.dtype) for t in tensors)
         self._calls[key] += 1
         if self._calls[key] == PATIENCE + 1 and len(self._recordings) < KEPT:
 
@@ -73,17 +83,35 @@ class StepRecording:
                 return embed(forward, named | {NO_MASK: True})
 
             self._record(key, function, tensors, trained)
-        if key not in self._recordings or any(p.grad is not None for p in trained):
+        if key not in self._recordings:
             return embed(forward, batch, frozen_outputs)
         outputs: Features = _Replayed.apply(self._recordings[key], *tensors, *trained)
         return outputs
 
+    def _tensors(self, kind: str) -> list[Tensor]:
+        """The parameters or the buffers of the model, each once."""
+        return list(dict.fromkeys(t for one in self._modules for t in vars(one)[kind].values() if t is not None))
+
+    def _is_as_before(self) -> bool:
+        """Whether all is as in the last window that a recording depends on beside inputs and the values of weights."""
+        before, attributes = self._seen, list[object]()
+        for module in self._modules:  # such as the mode, rates of dropout, and functions in place of the class's
+            attributes += (*vars(module)["_modules"].values(), *vars(module).values())
+        places = [(t.data_ptr(), t.requires_grad) for kind in _TENSORS for t in self._tensors(kind)]
+        self._seen = attributes, [choices_of_kernels(), len(attributes), *places]
+        return self._seen[1] == before[1] and all(map(operator.is_, attributes, before[0]))
+
     def _record(
-        self, key: Hashable, function: Callable[..., Features], inputs: Sequence[Tensor], trained: list[nn.Parameter]
+        self, key: Hashable, function: Callable[..., Features], inputs: Sequence[Tensor], trained: Sequence[Tensor]
     ) -> None:
         device = self._context.args.device
         total = torch.cuda.get_device_properties(device).total_memory
-        if torch.cuda.max_memory_allocated(device) > SHARE * total:
+        large = torch.cuda.max_memory_allocated(device) > SHARE * total
+        foreign = not all(type(module).__module__.startswith(_KNOWN) for module in self._modules)
+        checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in self._modules)
+        # Such as those of batch norms, which the forwards before the recorded one would change, too.
+        counting = any(buffer.is_floating_point() for buffer in self._tensors("_buffers"))
+        if large or foreign or checkpoints or counting or self._context.encoder.frozen_towers():
             return
         try:
             with random_state_kept(device):
@@ -102,7 +130,7 @@ class _Recording:
     """The CUDA graphs of a function's forward and backward, and the memory that they read and write."""
 
     def __init__(
-        self, function: Callable[..., Features], inputs: Sequence[Tensor], parameters: list[nn.Parameter]
+        self, function: Callable[..., Features], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
     ) -> None:
         self.inputs = [one.clone() for one in inputs]
         # While recording, some versions of transformers would create masks that they otherwise leave out.
@@ -138,6 +166,6 @@ class _Replayed(torch.autograd.Function):
         for own, gradient in zip(recording.output_gradients, gradients, strict=True):
             own.copy_(gradient)
         recording.backward.replay()
-        # They are overwritten by the next replay, before which they have gone.
-        found = [None if one is None else one.detach() for one in recording.gradients]
+        # In memory of their own: the next replay overwrites those of the recording, which a callback may have kept.
+        found = [None if one is None else one.clone() for one in recording.gradients]
         return None, *(None for _ in recording.inputs), *found
