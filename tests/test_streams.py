@@ -23,7 +23,7 @@ from helpers.shards import number_of, pair, png, write_parquet, write_tar, write
 from torch.utils.data import DataLoader
 
 from hf_infcl.data import ImageTextStream, streams
-from hf_infcl.data.pairs import caption_pair_id
+from hf_infcl.data.pairs import as_pair_id, caption_pair_id
 from hf_infcl.shards import opening, readers
 from hf_infcl.shards.layout import DamagedShardError
 from hf_infcl.shards.opening import find_shards, shard_names
@@ -407,11 +407,14 @@ def test_several_captions_and_negative_ones(tmp_path):
 
 def test_captions_in_text_files_and_images_by_name(tmp_path):
     files = [("x/1.jpg", png(1)), ("x/1.right.png", png(2)), ("x/1.TXT", " says é \n".encode()), ("x/1.alt", b"other")]
-    write_tar(tmp_path / "0.tar", files)
+    write_tar(tmp_path / "0.tar", [*files, ("x/1.json", b'{"jpg": "a field"}')])
     (item,) = one_pass(ImageTextStream(str(tmp_path)))
     assert (number_of(item), item["caption"]) == (1, ["says é"])
     (item,) = one_pass(ImageTextStream(str(tmp_path), image_column="right.png", caption_column="alt"))
     assert (number_of(item), item["caption"]) == (2, ["other"])
+    of_files = [*one_pass(ImageTextStream([str(tmp_path)] * 2, image_column="jpg", pair_id_column="jpg"))]
+    assert [number_of(item) for item in of_files] == [1, 1]
+    assert of_files[0]["pair_id"] == of_files[1]["pair_id"] == as_pair_id(png(1))
 
 
 def test_parquet_whose_metadata_datasets_cannot_read(tmp_path):

@@ -143,10 +143,7 @@ def captions_of_classes(
         )
     dataset = with_class_labels(dataset, label_column)
     feature = dataset.features[label_column]
-    known = getattr(feature, "names", None)
-    if class_names is not None and known is not None:
-        class_names = names_by_label(class_names, known)
-    if not (names := class_names or known):
+    if not (names := names_by_label(class_names, getattr(feature, "names", None))):
         raise ValueError(f"The column {label_column!r} is {feature}, without names of classes. Give class_names.")
     _check_labels(dataset, label_column, len(names))
     labels = dataset.select_columns([label_column])
@@ -180,14 +177,15 @@ def read_lines(values: Sequence[str]) -> list[str]:
         ValueError: the value looks like a text file, and there is none.
     """
     if len(values) == 1 and Path(values[0]).is_file():
-        return [*filter(None, map(str.strip, Path(values[0]).read_text(encoding="utf-8").splitlines()))]
+        lines = Path(values[0]).read_text(encoding="utf-8").splitlines()
+        return [line.strip() for line in lines if line.strip()]
     if len(values) == 1 and values[0].endswith(".txt"):
         raise ValueError(f"There is no file {values[0]!r} in the working folder {Path.cwd()}.")
     return list(values)
 
 
-def names_by_label(names: Sequence[str], known: Sequence[str]) -> list[str]:
-    """The names of classes in the order of their labels.
+def names_by_label(names: Sequence[str] | None, known: Sequence[str] | None) -> list[str]:
+    """The names of classes in the order of their labels, or those that the dataset knows if none are given.
 
     If they are the names that the dataset knows, they are matched by name; case, spaces, "_" and "-" do not count.
     Otherwise the i-th name belongs to label i. If the names in the dataset are numbers, with or without a letter before
@@ -196,6 +194,8 @@ def names_by_label(names: Sequence[str], known: Sequence[str]) -> list[str]:
     Raises:
         ValueError: there is another number of names.
     """
+    if names is None or known is None:
+        return [*(names or known or ())]
     _check_number(names, known)
     place = {_as_read(name): i for i, name in enumerate(names)}
     if {*map(_as_read, known)} == place.keys() and len(place) == len(names):

@@ -122,8 +122,8 @@ class PairSource:
         """
         value = values[self.caption_column]
         if not (captions := usable_captions(value)):
-            is_list = isinstance(value, str) and value.lstrip()[:1] == "["
-            unread = f", as {shortened(value)} cannot be read" if is_list else ""
+            begins_as_list = isinstance(value, str) and value.lstrip()[:1] == "["
+            unread = f", as {shortened(value)} cannot be read" if begins_as_list else ""
             raise ValueError(self._LACKS.format("caption", self.caption_column) + unread)
         drawn = captions
         if not self._all_captions:
@@ -280,7 +280,7 @@ class ImageTextDataset(PairSource, ImageDataset):
 
     def _text(self, row: int, value: dict[str, Any], encoded: bytes | None = None) -> dict[str, Any]:
         if self.pair_id_column == self.image_column and (image := value[self.image_column]) is not None:
-            value = {**value, self.image_column: image["path"] if image["bytes"] is None else _hash(image["bytes"])}
+            value = {**value, self.image_column: image["path"] if image["bytes"] is None else image["bytes"]}
         try:
             return self._all_but_image(value, row, int(self._epoch), str(self.number(row)), encoded)
         except ValueError as error:
@@ -352,14 +352,14 @@ def draw_captions(captions: list[str], count: int, random: random.Random) -> lis
     return random.sample(captions, min(count, len(captions)))
 
 
-def as_pair_id(value: str | int) -> int:
-    """Converts a value of the pair id column to an int64: strings by a hash, integers one to one.
+def as_pair_id(value: str | bytes | int) -> int:
+    """Converts a value of the pair id column to an int64: strings and images by a hash, integers one to one.
 
     Raises:
         ValueError: the value is of another type, or the integer has more than 64 bits.
     """
-    if isinstance(value, str):
-        return _hash(value.encode())
+    if isinstance(value, (str, bytes)):
+        return _hash(value if isinstance(value, bytes) else value.encode())
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"the pair id {shortened(value)} is neither an integer nor a string")
     if not -(2**63) <= value < 2**64:

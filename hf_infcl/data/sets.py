@@ -149,10 +149,11 @@ class SetSpec:
     def classes(self, rows: datasets.Dataset, defaults: Mapping[str, Any]) -> ZeroShotDataset:
         """Its rows as labelled images."""
         columns = {name: self.column(rows, name, defaults) for name in ("image_column", "label_column")}
-        rows = with_class_labels(rows, labels := columns["label_column"])
-        class_names = None if self.class_names is None else read_lines(self.class_names)
-        if class_names is not None and (known := getattr(rows.features[labels], "names", None)) is not None:
-            class_names = names_by_label(class_names, known)
+        class_names = None
+        if self.class_names is not None:
+            rows = with_class_labels(rows, columns["label_column"])
+            known = getattr(rows.features[columns["label_column"]], "names", None)
+            class_names = names_by_label(read_lines(self.class_names), known)
         templates = read_lines(self.templates or defaults["templates"])
         return ZeroShotDataset(rows, **columns, class_names=class_names, templates=templates)
 

@@ -96,7 +96,7 @@ class Table:
         """
         try:
             if (saved := self._saved) is None:
-                splits = [*(self._files or map(str, self._builder.info.splits or ()))]
+                splits = list(self._files) or [*map(str, self._builder.info.splits or ())]
             else:
                 splits = list(saved) if isinstance(saved, dict) else [str(saved.split or "test")]
         except (OSError, ValueError):  # `load` meets it again
@@ -300,7 +300,10 @@ def split_names(split: str) -> list[str]:
 
 
 def _are_beside(paths: Sequence[str], folders: Sequence[str]) -> bool:
-    """Whether images are relative to one of the folders, not to the working folder; a ValueError if none is there."""
+    """Whether images are relative to one of the folders, not to the working folder.
+
+    A ValueError says that none of them is there.
+    """
     from datasets.utils.file_utils import xexists
 
     if any(map(os.path.exists, paths)):

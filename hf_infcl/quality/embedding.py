@@ -111,13 +111,14 @@ def compute(
     return dict(zip(counts, totals, strict=True))
 
 
-def _write_part(writer: Writer, part: int, kind: str, items: Sequence[Item], vectors: Sequence[Tensor]) -> int:
+def _write_part(writer: Writer, part: int, kind: str, items: Sequence[Item], vectors: list[Tensor]) -> int:
     """Writes the rows of a part, those of some items, and returns their number."""
     rows = [(item, caption) for item in items for caption in (item["caption"] if kind == "texts" else [""])]
-    values = torch.cat([*vectors]).numpy() if rows else np.empty((0, 1), np.float32)
+    values = torch.cat(vectors).numpy() if rows else np.empty((0, 1), np.float32)
     order = np.argsort([item["row"] for item, _ in rows], kind="stable")  # workers return a shard's samples in turn
     rows, values = [rows[place] for place in order], values[order]
-    keys, columns = [item["key"] for item, _ in rows], {"names": [item["name"] for item, _ in rows]}
+    keys = [item["key"] for item, _ in rows]
+    columns = {"names": [item["name"] for item, _ in rows]}
     if (wrong := ~np.isfinite(values).all(1)).any():
         place = f"The embedding of {keys[int(wrong.argmax())]!r} ({kind})"
         raise ValueError(f"{place} is not finite. Compute in another precision, or look at the weights of the model.")

@@ -209,7 +209,7 @@ class WithoutNoisyPairs(PairSelection):
             logger.warning(f"leave_out has left nothing out: {self.waits_for}.")
 
     def state_dict(self) -> dict[str, Any]:
-        return {**vars(self), **self.averages.state_dict()}
+        return {**vars(self), **self.averages.state_dict()}  # which has tensors by the name "averages"
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.averages.load_state_dict(state)

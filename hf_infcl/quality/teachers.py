@@ -131,7 +131,7 @@ class StoredTeacher:
         for kind, places in (("images", images), ("texts", texts)):
             if kind in self._kinds:
                 added[kind], found = self._find(kind, places)
-                known[[row for (row, *_), is_there in zip(places, found, strict=True) if not is_there]] = False
+                known[[places[place][0] for place in np.flatnonzero(~found)]] = False
         if self.partial:
             of_texts = known[[row for row, *_ in texts]]
             negatives = len(batch["input_ids"]) - len(texts)
@@ -219,7 +219,7 @@ class _DataSet:
             if self.stored is not None:
                 stores, rows = self.stored.stores, self.stored.record["data"]["rows"]
                 without = _rows_without_captions(self.part, stores["texts"]) if "texts" in self._kinds else 0
-                missing = max(without, rows - len(stores["images"]) if "images" in stores else 0)
+                missing = max(without, rows - len(stores["images"])) if "images" in stores else without
         else:
             shards = self._described["shards"].items()
             embedded = {} if self.stored is None else self.stored.record["data"]["shards"]

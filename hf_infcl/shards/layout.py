@@ -284,7 +284,7 @@ def tar_table(
     if any(told):
         kind = pyarrow.list_(pyarrow.struct({"column": pyarrow.string(), "error": pyarrow.string()}))
         table[ERRORS] = pyarrow.array(told, kind)
-    changed = (0 if "://" in path else os.stat(path).st_mtime_ns for path, _ in shards)
+    changed = ["" if "://" in path else str(os.stat(path).st_mtime_ns) for path, _ in shards]
     versions = [f"{shard} {content_tag(shard[0])} {time}" for shard, time in zip(shards, changed, strict=True)]
     rows = pyarrow.table(table)
     features = datasets.Features({**datasets.Features.from_arrow_schema(rows.schema), **features})
