@@ -428,7 +428,8 @@ def test_the_card_is_written_again_from_the_folder_alone(tmp_path, capsys):
     assert model_card(TrainingFacts.load(tmp_path)).content == model_card(made).content
     with pytest.raises(ValueError, match=rf"has no training_record\.json.*{tmp_path}, the folder above, has one"):
         TrainingFacts.load(tmp_path / "checkpoint-3")
-    for text in ("{", "{}", '{"sources": [{"x": 1}], "evaluations": []}', "[]"):
+    without = (tmp_path / "training_record.json").read_text().replace('"sources"', '"others"')
+    for text in ("{", "{}", '{"sources": [{"x": 1}], "evaluations": []}', "[]", without):
         (tmp_path / "training_record.json").write_text(text)
         with pytest.raises(ValueError, match="holds no facts of a training"):
             TrainingFacts.load(tmp_path)
@@ -699,10 +700,14 @@ def test_a_card_is_written_for_each_training_and_an_error_ends_none(tmp_path):
 
 def test_a_callback_that_comes_after_the_training_writes_the_card_with_the_model(tmp_path):
     trainer = trained(trainer_for(tmp_path, max_steps=1))
-    trainer.add_callback(CardCallback(lambda: facts(name="late")))
+    names = iter(("late", "again"))
+    trainer.add_callback(callback := CardCallback(lambda: facts(name=next(names))))
     assert not (tmp_path / "README.md").exists()
     trainer.save_model()
-    assert "# late" in (tmp_path / "README.md").read_text()
+    trainer.save_model()
+    assert "# late" in (tmp_path / "README.md").read_text(), "the training has not gone on"
+    callback.write(trainer.args, trainer.state)
+    assert "# again" in (tmp_path / "README.md").read_text(), "its facts may have changed"
     modes = {(tmp_path / name).stat().st_mode for name in ("config.json", "model.safetensors")}
     assert len(modes) == 1, "all may be read by whom the umask lets"
 
@@ -726,7 +731,7 @@ def test_pairs_and_classes_of_the_same_images_are_told_apart(tmp_path):
     pairs = dataclasses.replace(RETRIEVAL, before=PAIRS, metrics=PAIRS)
     names = {"templates": ["a {}"], "class_names": ["cat", "dog"]}
     classes = dataclasses.replace(pairs, key="zero_shot", before={"acc1": 0.3}, metrics={"acc1": 0.4}, **names)
-    made = facts(evaluations=[pairs, classes])
+    made = facts(evaluations=[pairs, classes], scores_by_width={"pairs": {"8": 0.1}, "zero_shot": {"8": 0.2}})
     place = f"{pairs.dataset}, split {pairs.split}"
     lines = list(lines_of_changes(made))
     assert [line[: len(place) + 12].strip() for line in lines[1:3]] == [f"{place} (captions)", f"{place} (classes)"]
@@ -735,9 +740,9 @@ def test_pairs_and_classes_of_the_same_images_are_told_apart(tmp_path):
     assert "average precision" not in lines[-1]
     assert "In brackets" not in lines[-1], "no interval was measured"
     card = read(made, tmp_path).text
-    assert all(
-        f"`{pairs.dataset}`, split {pairs.split} ({kind}) | evaluation |" in card for kind in ("captions", "classes")
-    )
+    for kind, score in (("captions", "0.1000"), ("classes", "0.2000")):
+        assert f"`{pairs.dataset}`, split {pairs.split} ({kind}) | evaluation |" in card
+        assert f"`{pairs.dataset}`, split {pairs.split} ({kind}) | first 8 | {score} |" in card
     assert next(iter(lines_of_changes(facts(evaluations=[pairs])))).startswith(" " * len(place) + "   before")
 
 

@@ -58,6 +58,7 @@ def test_a_table_has_more_if_asked_and_no_empty_columns():
     assert len(make_rows(metrics, ["pairs"], every=True)) == 5
     assert make_rows(metrics, ["pair"]) == []
     assert table_lines(make_rows(named({"loss": 1.0}), ["pairs"]))[0].split() == ["set", "metric", "value"]
+    assert table_lines(make_rows(named({"loss": 1.0}, "set"), ["set"]))[1].split() == ["set", "loss", "1.000"]
 
 
 class Bar(ProgressCallback):

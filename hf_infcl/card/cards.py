@@ -24,7 +24,7 @@ from ..loss.objectives import OBJECTIVES
 from ..models.model_types import reads_padding
 from .facts import SPEED, Evaluation, TrainingFacts
 from .pictures import PICTURES_FILE, plot_curves
-from .telling import changes, explained, outcome, words_of_scores
+from .telling import changes, explained, outcome, way, words_of_scores
 
 CURVES_FILE = "curves.png"
 # What begins something in CommonMark, in HTML or as a link of GitHub.
@@ -68,7 +68,7 @@ def model_card(facts: TrainingFacts, *, curves: str | None = None, pictures: str
         eval_results=[result for one in facts.evaluations for result in _model_index(one)] or None,
     )
     of_text: tuple[Any, ...] = (code, escaped, literal, cell, counted)
-    of_facts: tuple[Any, ...] = (outcome, changes, explained, words_of_scores, place, results, reads_padding)
+    of_facts: tuple[Any, ...] = (outcome, changes, explained, way, words_of_scores, place, results, reads_padding)
     return ModelCard.from_template(
         data,
         template_str=Path(__file__).with_name("template.jinja").read_text(encoding="utf-8"),
@@ -162,25 +162,25 @@ class CardCallback(TrainerCallback):
 
     def _update(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: object) -> None:
         try:
-            self.write(args, state)
+            if (state.global_step, len(state.log_history)) != self._written:
+                self.write(args, state)
         except OSError as error:
             logger.error(f"The card of step {state.global_step} could not be written to {args.output_dir}: {error}")
 
     on_evaluate = on_push_begin = on_save = on_train_end = on_model_saved = _update
 
     def write(self, args: TrainingArguments, state: TrainerState) -> None:
-        """Writes all files on the main process, if they do not tell of the current state yet.
+        """Writes all files on the main process.
 
         Before a step is trained nothing is written, because the folder still describes the previous run.
         """
-        now = state.global_step, len(state.log_history)
-        if state.is_world_process_zero and state.global_step > self._first_step and now != self._written:
+        if state.is_world_process_zero and state.global_step > self._first_step:
             folder = Path(str(args.output_dir))
             folder.mkdir(parents=True, exist_ok=True)
             facts = self._describe()
             facts.save(folder)
             write_publication(facts, folder, state)
-            self._written = now
+            self._written = state.global_step, len(state.log_history)
 
 
 def write_publication(facts: TrainingFacts, folder: str | Path, state: TrainerState) -> None:

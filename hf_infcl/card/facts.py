@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import ChainMap, Counter
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -96,6 +96,11 @@ class Evaluation(_Dataset):
         return f"split {self.split}" + (f", column {self.column}" if self.column else "")
 
     @property
+    def images(self) -> tuple[str, str]:
+        """What evaluations of the same images share."""
+        return self.dataset, self.split
+
+    @property
     def score(self) -> float | None:
         return score_if_measured(self.metrics)
 
@@ -130,7 +135,7 @@ class TrainingFacts:
     caption_limit: int | None = None  # the tokens of a caption that the model reads, if known; the rest is cut off
     cut_captions: Mapping[str, float] = field(default_factory=dict)  # the shares of longer ones, by their dataset
     replayed: int = 0  # the old pairs in each global batch, which are not among ``pairs``
-    replay_sources: Sequence[Source] = ()
+    replay_sources: Sequence[Source] = field(default_factory=list)
     frozen: str | None = None  # the tower that did not train, "image" or "text"
     settings: Mapping[str, str] = field(default_factory=dict)  # further rows of the training table, by name
     peak_memory: int | None = None  # the largest memory of one GPU in bytes, None on CPUs
@@ -162,7 +167,8 @@ class TrainingFacts:
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             for name, kind in (("sources", Source), ("replay_sources", Source), ("evaluations", Evaluation)):
-                values[name] = [kind(**one) for one in values.get(name, ())]
+                if name in values:
+                    values[name] = [kind(**one) for one in values[name]]
             if (average := values.get("average")) is not None:
                 measured = [Measured(**one) for one in average["measured"]]
                 values["average"] = Averaged(**average | {"measured": measured})
@@ -301,9 +307,8 @@ def precision(trainer: InfCLTrainer) -> str:
     # On CPUs with fp16, accelerate computes in the precision of the weights.
     if mixed != "no" and not (mixed == "fp16" and trainer.args.device.type == "cpu"):
         return f"{mixed} autocast"
-    parameters = trainer.dual_encoder.model.parameters()
-    kinds = {str(p.dtype).removeprefix("torch.") for p in parameters if p.is_floating_point()}
-    return " and ".join(sorted(kinds)).replace("bfloat", "bf").replace("float", "fp")
+    kinds = {str(p.dtype) for p in trainer.dual_encoder.model.parameters() if p.is_floating_point()}
+    return " and ".join(sorted(kinds)).replace("torch.", "").replace("bfloat", "bf").replace("float", "fp")
 
 
 def _optimization(trainer: InfCLTrainer) -> dict[str, str]:
@@ -396,13 +401,12 @@ def with_texts(evaluations: Sequence[Evaluation], sets: Any) -> list[Evaluation]
     """
     known = sets if isinstance(sets, Mapping) else {}
     columns = {one.key: getattr(known.get(one.key), "caption_column", None) for one in evaluations}
-    pairs = {(one.dataset, one.split, columns[one.key]) for one in evaluations if columns[one.key]}
-    places = Counter(place[:2] for place in pairs)
     made = []
     for one in evaluations:
+        alike = {columns[other.key] for other in evaluations if other.images == one.images} - {None}
         if isinstance(dataset := known.get(one.key), ZeroShotDataset):
             one = replace(one, templates=dataset.templates, class_names=dataset.class_names)
-        elif places[one.dataset, one.split] > 1:
+        elif len(alike) > 1:
             one = replace(one, column=columns[one.key])
         made.append(one)
     return made
@@ -419,13 +423,13 @@ def _measured(evaluations: Sequence[Evaluation], state: TrainerState, best: bool
     if best:
         end = next(number for number, entry in enumerate(after) if _END in entry)
         after = [entry for entry in after[:end] if entry.get("step") == state.best_global_step] + after[end:]
-    keys, measured = [evaluation.key for evaluation in evaluations], []
-    for evaluation in evaluations:
-        step, last = _last_metrics(after, evaluation.key, keys)
+    keys = [one.key for one in evaluations]
+    measured = []
+    for one in evaluations:
+        step, last = _last_metrics(after, one.key, keys)
         if last:
-            _, first = _last_metrics(before, evaluation.key, keys)
-            at = state.best_global_step if best else step
-            measured.append(replace(evaluation, metrics=last, before=first, step=at))
+            _, first = _last_metrics(before, one.key, keys)
+            measured.append(replace(one, metrics=last, before=first, step=state.best_global_step if best else step))
     guards = [_figures(one) for one in measured if one.guard]
     return [one for one in measured if one.guard or _figures(one) not in guards]
 

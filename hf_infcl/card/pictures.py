@@ -28,7 +28,7 @@ TRAINING, LEFT_OUT = "training loss (nats)", "share of the pairs"  # axes beside
 
 
 def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> None:
-    """Draws the training loss and, in separate panels, the losses and scores of evaluations and the share left out.
+    """Draws the training loss and, in panels of their own, losses and scores of evaluations and the share left out.
 
     A contrastive loss grows with the number of pairs over which it is computed. The losses of global batches and of
     evaluation sets therefore cannot be compared and share no axis. Of two evaluations at one step, only the first is

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -169,7 +168,7 @@ def table_lines(rows: Sequence[tuple[str, ...]], names: Iterable[str] = ()) -> l
     used = [n for n, _ in enumerate(HEAD) if any(row[n] for row in rows)]
     metric = max((name for parts in SCORES.values() for name in parts), key=len)
     widest = (max(names, key=len, default=""), metric, "100.00%", "[10.00, 99.99]", "100.00%", "")
-    shown = [("" if row[0] == last[0] else row[0], *row[1:]) for row, last in zip(rows, [HEAD, *rows], strict=False)]
+    shown = [("" if row[0] == last[0] else row[0], *row[1:]) for row, last in zip(rows, [("",), *rows], strict=False)]
     cells = [[row[n] for n in used] for row in (widest, HEAD, *shown)]
     return aligned(cells, right=[at for at, n in enumerate(used) if n in (2, 3, 4)])[1:]
 
@@ -190,7 +189,6 @@ class Change(NamedTuple):
 
     evaluation: Evaluation
     score: Difference  # from before the training to after it
-    kind: str  # " (captions)" or " (classes)" if the same images are measured in several ways, else empty
     half: bool  # whether the scores are of that half of the rows by which no average was chosen
 
 
@@ -200,7 +198,6 @@ def changes(facts: TrainingFacts) -> list[Change]:
     Of a guard that has chosen the average with the start, the scores are those of the other half of its rows.
     """
     average, found = facts.average, []
-    ways = Counter((one.dataset, one.split) for one in facts.evaluations)
     for one in sorted(facts.evaluations, key=lambda one: one.guard):
         before, after = score_if_measured(one.before), one.score
         ends = [one.metrics.get(CHANGE + end) for end in (LOW, HIGH)]
@@ -208,10 +205,15 @@ def changes(facts: TrainingFacts) -> list[Change]:
             before, after = (average.at(alpha).rest[one.key] for alpha in (0, average.alpha))
             ends = []
         if before is not None and after is not None:
-            kind = " (classes)" if one.class_names else " (captions)"
-            is_only = ways[one.dataset, one.split] == 1
-            found.append(Change(one, Difference(before, after, *ends), "" if is_only else kind, half))
+            found.append(Change(one, Difference(before, after, *ends), half))
     return found
+
+
+def way(evaluation: Evaluation, facts: TrainingFacts) -> str:
+    """How it measures its images, " (captions)" or " (classes)", if others measure the same ones; otherwise nothing."""
+    if [one.images for one in facts.evaluations].count(evaluation.images) == 1:
+        return ""
+    return " (classes)" if evaluation.class_names else " (captions)"
 
 
 def explained(set_changes: Sequence[Change]) -> str:
@@ -235,7 +237,7 @@ def lines_of_changes(facts: TrainingFacts) -> Iterator[str]:
         guard = "  guard" if one.evaluation.guard else ""
         half = " (the half of its rows that did not choose the average)" if one.half else ""
         numbers = [f"{100 * value:6.2f}%" for value in (one.score.first, one.score.second)]
-        place = f"{one.evaluation.dataset}, {one.evaluation.part}{one.kind}"
+        place = f"{one.evaluation.dataset}, {one.evaluation.part}{way(one.evaluation, facts)}"
         rows.append((place, *numbers, f"{one.score.words(100, 2)}{guard}{half}"))
     yield from aligned(rows, right=(1, 2))
     yield explained(set_changes)
@@ -322,7 +324,7 @@ def _has_learned(evaluation: Evaluation, facts: TrainingFacts) -> bool | None:
     names = [name for name in parts_of_score(before or after) if name + LOW in after]
     if evaluation.guard or not names:
         return None
-    chance = 1 / (len(evaluation.class_names) or evaluation.size)  # with which a score is compared if none was before
+    chance = 1 / (len(evaluation.class_names) or evaluation.size)  # to be exceeded if none was measured before
     risen = [max(before.get(name, chance), chance) < after[name + LOW] for name in names]
     changed = after.get(CHANGE + LOW, 0.0) > 0 and any(after[name] > chance for name in names)
     return any(risen) or changed or _has_lower_loss(evaluation, facts)

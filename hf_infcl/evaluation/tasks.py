@@ -90,19 +90,15 @@ def checked_finite(name: str, finite: Tensor) -> None:
         )
 
 
-def checked_integers(
-    name: str, integers: Tensor, length: int, device: torch.device, below: int | None = None
-) -> Tensor:
-    """`integers` as an int64 tensor [length] on `device`, or a ValueError; with `below`, of values in [0, below)."""
-    if integers.shape != (length,) or integers.is_floating_point() or integers.dtype == torch.bool:
+def checked_integers(name: str, values: Tensor, length: int, device: torch.device, below: int | None = None) -> Tensor:
+    """`values` as an int64 tensor [length] on `device`, or a ValueError; with `below`, of values in [0, below)."""
+    if values.shape != (length,) or values.is_floating_point() or values.dtype == torch.bool:
         raise ValueError(
-            f"{name} must be an integer tensor of shape {(length,)}, "
-            f"got shape {tuple(integers.shape)} of {integers.dtype}."
+            f"{name} must be an integer tensor of shape {(length,)}, got shape {tuple(values.shape)} of {values.dtype}."
         )
-    if below is not None and not 0 <= integers.min() <= integers.max() < below:
-        least, most = int(integers.min()), int(integers.max())
-        raise ValueError(f"{name} must lie in [0, {below}), got values from {least} to {most}.")
-    return integers.to(device, torch.int64)
+    if below is not None and (values.min() < 0 or values.max() >= below):
+        raise ValueError(f"{name} must lie in [0, {below}), got values from {values.min()} to {values.max()}.")
+    return values.to(device, torch.int64)
 
 
 _ON_HOST = "texts_on_host"
@@ -113,7 +109,7 @@ def group_by_image(caption_image: Tensor | None, num_captions: int, num_images: 
 
     Args:
         caption_image: [num_captions] integer in [0, num_images), the image that each caption belongs to, in any order,
-            or -1 for a negative caption; None if every image has one caption, in the order of the images.
+            or -1 for a negative caption, which has none; None if every image has one caption, in their order.
 
     Returns:
         The indices [m] int64 of the captions that belong to an image, sorted by image and stable within one; and the
@@ -254,7 +250,8 @@ def class_places(image_embeds: Tensor, classifier: Tensor, labels: Tensor) -> Te
 def checked_classes(places: Tensor, labels: Tensor, num_classes: int) -> ClassRanks | LabelScores:
     """The ranks or scores of a whole set from the `class_places` of its batches, and labels on the same device.
 
-    A ValueError says that an embedding was not finite, or a label is neither in [0, num_classes) nor 0 and 1 [N, C].
+    A ValueError says that an embedding was not finite, or labels are neither [N] in [0, num_classes) nor [N, C] of 0
+    and 1.
     """
     if places.ndim == 1:
         checked_finite("image_embeds", places != NOT_FINITE)
@@ -379,7 +376,8 @@ def recall_ceilings(caption_ids: Tensor, text_image: Tensor, num_images: int, ks
         text_image: [M] int64 in [0, num_images).
 
     Returns:
-        The `CEILING` of both recalls at each k, in [0, 1]; nothing if no caption belongs to several images.
+        Both recalls at each k in [0, 1], whose names end with `CEILING`; nothing if no caption belongs to several
+        images.
     """
     caption_ids, text_image = caption_ids.cpu(), text_image.cpu()
     pairs, counts = torch.stack([caption_ids, text_image], dim=1).unique(dim=0, return_counts=True)  # [P, 2], [P]

@@ -1,4 +1,4 @@
-"""Words of messages: values, differences and names, and URLs without their user names, passwords and keys."""
+"""Words of messages and cards: values, differences and names, and URLs without their user names, passwords and keys."""
 
 import re
 import unicodedata
