@@ -51,9 +51,7 @@ class Facts:
     choices: Collection[object] | Callable[[], Collection[object]] = ()
     within: Range | None = None  # the numbers that it may be, besides None where that is the default
     needs: str = ""  # a condition without which it has no effect, see `holds`, or several with " or " between them
-    # Its row in a model card, where it has another value than its default; after a colon the words of the row, with {}
-    # for the value. Empty for none.
-    card: str = ""
+    card: str = ""  # its row in a model card, where it has another value than its default; empty for none
 
 
 def spelled(value: object) -> str:
