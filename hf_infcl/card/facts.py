@@ -32,7 +32,6 @@ from ..trainer.loop_events import trained_seconds
 if TYPE_CHECKING:
     from ..trainer.trainer import InfCLTrainer
 
-
 FACTS_FILE = "training_record.json"
 _END = "train_runtime"  # Trainer logs it when a training has ended, before it loads the best weights
 _FILES = re.compile(r"[{*?\[]|\.(tar|parquet)$")  # shards, which belong to the folder that holds them

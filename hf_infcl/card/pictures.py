@@ -20,7 +20,6 @@ from ..quality.ledger import letters_of, lines_of, resized
 if TYPE_CHECKING:
     from ..trainer.trainer import InfCLTrainer
 
-
 # Okabe and Ito's colours, which the colour-blind can tell apart: blue, vermilion, green, purple, orange, sky blue.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 

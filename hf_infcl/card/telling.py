@@ -24,7 +24,6 @@ from .facts import Evaluation, TrainingFacts
 if TYPE_CHECKING:
     from ..trainer.trainer import InfCLTrainer
 
-
 # ---- At a terminal while the model trains ----
 
 HEAD = ("set", "metric", "value", "95% interval", "before", "change")

@@ -341,7 +341,6 @@ _MODES = {2: "bilinear", 3: "bicubic"}
 # The most that a long side is, in short sides, before the middle is cropped.
 _LONGEST = 64
 
-
 Sides = int | tuple[int, int]  # of the shorter side, which keeps the aspect ratio; or height and width
 
 

@@ -29,12 +29,10 @@ from ..shards.readers import check_column, holds_captions, holds_images
 if TYPE_CHECKING:
     import datasets
 
-
 try:
     import simplejpeg  # the extra `fast`
 except ImportError:
     simplejpeg = None
-
 
 # How to turn an image upright, by the orientation in its EXIF data, from 2 on; 1 is upright.
 _TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")

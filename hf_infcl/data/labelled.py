@@ -17,7 +17,6 @@ from .images import ImageDataset, usual_column
 if TYPE_CHECKING:
     import datasets
 
-
 logger = logging.getLogger(__name__)
 
 NUMBER = re.compile(r"[a-zA-Z]?\d+")  # "12", "n01440764"

@@ -21,7 +21,6 @@ from .pairs import usable_captions
 if TYPE_CHECKING:
     import datasets
 
-
 ROWS_OF_PART = 8192  # of a table
 SAMPLED = 32  # rows by which a table is recognised
 ORDER = "image sizes", "image names"  # what tells the order of all rows; tables of both kinds have one of these

@@ -155,7 +155,6 @@ METRICS: dict[str, Metric] = {
     "text_acc": Metric("choices", choice_hits, "right captions preferred to wrong ones", "accuracy", axis=FRACTION),
 }
 
-
 # The metrics whose mean is the score of a set, by its kind.
 SCORES = {
     "pairs": ("image_retrieval_recall@1", "text_retrieval_recall@1"),

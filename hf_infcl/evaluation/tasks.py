@@ -27,7 +27,6 @@ from .metrics import CEILING, KS, Choices, ClassRanks, LabelScores, PairRanks, m
 # Scores held at a time (2**22 fp32 values are 16 MiB); a single row of candidates is held even if it is longer.
 TILE_NUMEL = 2**22
 
-
 NOT_FINITE = -1  # the rank of a query that is not finite
 
 

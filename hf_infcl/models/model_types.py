@@ -1,20 +1,15 @@
 """Which models are dual encoders, all facts that differ between their types, and at which token they read a text."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 from transformers.utils import logging
 
 from ..refusals import check_vocabulary
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
 
 logger = logging.get_logger(__name__)
 
@@ -187,7 +182,7 @@ class Pooling:
         return self.place == AT_LARGEST or (self.place == AT_END_OR_LARGEST and self.stated == 2)
 
     @classmethod
-    def of_config(cls, config: object, stated: int | None = None) -> Pooling | None:
+    def of_config(cls, config: object, stated: int | None = None) -> "Pooling | None":
         """The pooling that a text tower's config implies; None for towers that read all tokens, or are not known.
 
         Args:
@@ -201,7 +196,7 @@ class Pooling:
         return cls(stated, place, None if padding == stated else padding)
 
     @classmethod
-    def of_tower(cls, tower: nn.Module | None) -> Pooling | None:
+    def of_tower(cls, tower: nn.Module | None) -> "Pooling | None":
         """The pooling of a text tower, or of the tower of transformers inside a custom one."""
         modules = () if tower is None else tower.modules()
         found = (cls.of_config(getattr(m, "config", None), getattr(m, "eos_token_id", None)) for m in modules)
