@@ -175,6 +175,8 @@ def test_towers_may_return_tensors_objects_and_dicts(tmp_path):
     text = transformers.BertModel(transformers.BertConfig(**models.BERT)).eval()
     for form in (lambda f: f, lambda f: SimpleNamespace(pooler_output=f), lambda f: {"pooler_output": f}):
         trainer_for(tmp_path, TwoTowers(Returns(form), text), max_steps=1).train()
+    model = TwoTowers(Returns(lambda f: f), text).eval()
+    assert torch.equal(model(**batch, return_dict=False).text_embeds, model(**batch).text_embeds)
     for form, got in (
         (lambda f: f[:, None], r"a tensor of shape \[4, 1, 16\]"),
         (lambda f: {"features": f}, r"a dict with \['features'\]"),

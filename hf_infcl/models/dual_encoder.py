@@ -514,7 +514,7 @@ class _Tower(nn.Module):
         super().__init__()
         self.module, self._what = module, what
 
-    def forward(self, pixel_values: Tensor | None = None, **texts: Tensor) -> BaseModelOutputWithPooling:
+    def forward(self, pixel_values: Tensor | None = None, return_dict: bool = True, **texts: Tensor) -> ModelOutput:
         output = self.module(**texts) if pixel_values is None else self.module(pixel_values)
         features = pooled(output, self.module, self._what)
         return BaseModelOutputWithPooling(features[:, None], features)

@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.module import _has_any_global_hook
 from transformers import CLIPModel, SiglipModel
@@ -24,6 +24,7 @@ from ..models.dual_encoder import IMAGE_FEATURES, IMAGE_INPUTS, NO_MASK, NO_TEXT
 from .compilation import may_compile
 from .grad_cache import Features, random_state_kept
 from .terms import Context
+from .wrappers import Wrapper
 
 PATIENCE = 10  # windows with inputs of the same shapes before they are recorded
 KEPT = 2  # the maximum number of recordings; each holds the activations of a micro-batch
@@ -31,7 +32,6 @@ SHARE = 1 / 4  # of the device's memory that a training may have taken until it 
 _INPUTS = ("pixel_values", "input_ids")
 _OTHERS = {*IMAGE_INPUTS, *TEXT_INPUTS, IMAGE_FEATURES, NO_TEXTS} - {*_INPUTS, "attention_mask"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_TENSORS = ("_parameters", "_buffers")
 _KNOWN = ("torch.", "transformers.", "hf_infcl.")  # whose modules compute the same whenever their attributes are
 
 logger = logging.get_logger(__name__)
@@ -51,7 +51,7 @@ class StepRecording:
     def __init__(self, context: Context, *, wanted: bool) -> None:
         self._context, model = context, context.encoder.model
         self._wanted = wanted and type(model) in (CLIPModel, SiglipModel) and may_compile(context.args)
-        self._modules: list[nn.Module] = list(model.modules())
+        self._model = Wrapper(model)
         self._seen: tuple[list[object], list[object]] = [], []  # in the last window
         self._calls: Counter[Hashable] = Counter()
         self._recordings: dict[Hashable, _Recording] = {}
@@ -65,12 +65,12 @@ class StepRecording:
         if not self._wanted or special:
             return embed(forward, batch, frozen_outputs)
         if not self._is_as_before():
-            self._modules = list(self._context.encoder.model.modules())
+            self._model = Wrapper(self._context.encoder.model)  # whose modules may be others
             self._calls.clear()
             self._recordings.clear()
         tensors = [batch[name] for name in _INPUTS]
-        parameters = self._tensors("_parameters")
-        hooked = any(vars(module)[name] for module in self._modules for name in _HOOKS) or _has_any_global_hook()
+        parameters = self._model.parameters()
+        hooked = any(vars(module)[name] for module in self._model.modules for name in _HOOKS) or _has_any_global_hook()
         if hooked or any(p._backward_hooks for p in parameters) or any(t.requires_grad for t in tensors):
             return embed(forward, batch, frozen_outputs)
         trained = [p for p in parameters if p.requires_grad]
@@ -88,16 +88,13 @@ class StepRecording:
         outputs: Features = _Replayed.apply(self._recordings[key], *tensors, *trained)
         return outputs
 
-    def _tensors(self, kind: str) -> list[Tensor]:
-        """The parameters or the buffers of the model, each once."""
-        return list(dict.fromkeys(t for one in self._modules for t in vars(one)[kind].values() if t is not None))
-
     def _is_as_before(self) -> bool:
         """Whether all is as in the last window that a recording depends on beside inputs and the values of weights."""
         before, attributes = self._seen, list[object]()
-        for module in self._modules:  # such as the mode, rates of dropout, and functions in place of the class's
+        for module in self._model.modules:  # such as the mode, rates of dropout, and functions in place of the class's
             attributes += (*vars(module)["_modules"].values(), *vars(module).values())
-        places = [(t.data_ptr(), t.requires_grad) for kind in _TENSORS for t in self._tensors(kind)]
+        tensors = (*self._model.parameters(), *self._model.buffers())
+        places = [(tensor.data_ptr(), tensor.requires_grad) for tensor in tensors]
         self._seen = attributes, [choices_of_kernels(), len(attributes), *places]
         return self._seen[1] == before[1] and all(map(operator.is_, attributes, before[0]))
 
@@ -107,10 +104,10 @@ class StepRecording:
         device = self._context.args.device
         total = torch.cuda.get_device_properties(device).total_memory
         large = torch.cuda.max_memory_allocated(device) > SHARE * total
-        foreign = not all(type(module).__module__.startswith(_KNOWN) for module in self._modules)
-        checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in self._modules)
+        foreign = not all(type(module).__module__.startswith(_KNOWN) for module in self._model.modules)
+        checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in self._model.modules)
         # Such as those of batch norms, which the forwards before the recorded one would change, too.
-        counting = any(buffer.is_floating_point() for buffer in self._tensors("_buffers"))
+        counting = any(buffer.is_floating_point() for buffer in self._model.buffers())
         if large or foreign or checkpoints or counting or self._context.encoder.frozen_towers():
             return
         try:

@@ -29,20 +29,21 @@ class Wrapper:
     # ---- Torch goes through all modules for each of these, which takes the host a millisecond ----
 
     @cached_property
-    def _modules(self) -> list[nn.Module]:
+    def modules(self) -> list[nn.Module]:
+        """The model's modules, in its order."""
         return list(self.model.modules())
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of the model, in its order."""
-        return list(dict.fromkeys(p for one in self._modules for p in one._parameters.values() if p is not None))
+        return list(dict.fromkeys(p for one in self.modules for p in one._parameters.values() if p is not None))
 
     def buffers(self) -> list[Tensor]:
         """The buffers of the model, in its order."""
-        return list(dict.fromkeys(b for one in self._modules for b in one._buffers.values() if b is not None))
+        return list(dict.fromkeys(b for one in self.modules for b in one._buffers.values() if b is not None))
 
     def train(self) -> None:
         """Sets the model to training mode, unless all of it is."""
-        if not all(one.training for one in self._modules):
+        if not all(one.training for one in self.modules):
             self.model.train()
 
     # ---- What wrappers exchange ----
