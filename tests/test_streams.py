@@ -412,9 +412,14 @@ def test_captions_in_text_files_and_images_by_name(tmp_path):
     assert (number_of(item), item["caption"]) == (1, ["says é"])
     (item,) = one_pass(ImageTextStream(str(tmp_path), image_column="right.png", caption_column="alt"))
     assert (number_of(item), item["caption"]) == (2, ["other"])
-    of_files = [*one_pass(ImageTextStream([str(tmp_path)] * 2, image_column="jpg", pair_id_column="jpg"))]
-    assert [number_of(item) for item in of_files] == [1, 1]
-    assert of_files[0]["pair_id"] == of_files[1]["pair_id"] == as_pair_id(png(1))
+    write_parquet(tmp_path / "b.parquet", [1])
+    for source, column in (
+        (tmp_path / "0.tar", "jpg"),
+        (tmp_path / "0.tar", "image"),
+        (tmp_path / "b.parquet", "image"),
+    ):
+        (item,) = one_pass(ImageTextStream(str(source), image_column=column, pair_id_column=column))
+        assert (number_of(item), item["pair_id"]) == (1, as_pair_id(png(1)))
 
 
 def test_parquet_whose_metadata_datasets_cannot_read(tmp_path):
@@ -750,6 +755,7 @@ def test_wrong_options_and_columns(folder, tmp_path):
         (parquet, {"negative_caption_column": "wrong"}, "negative_caption_column 'wrong' must hold strings or lists"),
         (str(folder), {"negative_caption_column": "w"}, "No caption was found for negative_caption_column 'w'"),
         (parquet, {"caption_column": "a", "negative_caption_column": "a"}, "are both 'a', so every caption would"),
+        (str(folder), {"caption_column": "image"}, "image_column and caption_column are both 'image'"),
         (parquet, {"captions_per_image": 0}, "captions_per_image must be an integer of at least 1, got 0"),
         (parquet, {"captions_per_image": 2}, "captions_per_image is 2, but the caption_column 'caption' holds one"),
         (str(folder), {"captions_per_image": 2}, "captions_per_image is 2, but the caption_column 'caption' holds one"),

@@ -77,6 +77,9 @@ class PairSource:
             raise ValueError(f"min_side must be at least 1 pixel, got {min_side}.")
         if not isinstance(captions_per_image, int) or captions_per_image < 1:
             raise ValueError(f"captions_per_image must be an integer of at least 1, got {captions_per_image!r}.")
+        captions = {"caption_column": columns.caption, "negative_caption_column": columns.negative_caption}
+        if both := [option for option, column in captions.items() if column and column == columns.image]:
+            raise ValueError(f"image_column and {both[0]} are both {columns.image!r}. Name another column for one.")
         if columns.negative_caption and columns.negative_caption == columns.caption:
             raise ValueError(
                 f"caption_column and negative_caption_column are both {columns.caption!r}, so every caption would be a "
@@ -233,8 +236,6 @@ class ImageTextDataset(PairSource, ImageDataset):
         columns = Columns(image_column, caption_column, pair_id_column, negative_caption_column)
         self._keep(columns, captions_per_image, seed, on_bad_sample, augmentation, min_side)
         caption_columns = {"caption_column": caption_column, "negative_caption_column": negative_caption_column}
-        if both := [option for option, column in caption_columns.items() if column == image_column]:
-            raise ValueError(f"image_column and {both[0]} are both {image_column!r}. Name another column for one.")
         super().__init__(dataset, image_column, {**caption_columns, "pair_id_column": pair_id_column})
         if is_string(dataset.features[caption_column]):
             self._check_single()

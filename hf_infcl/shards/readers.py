@@ -43,10 +43,10 @@ class Columns(NamedTuple):
     negative_caption: str | None = None
 
     def texts(self) -> Iterator[tuple[str, str, str]]:
-        """The options that name columns other than that of images, what each holds, and the column."""
+        """The options that name columns which hold texts or ids alone, what each holds, and the column."""
         for option, what, column in (
             ("caption_column", "caption", self.caption),
-            ("pair_id_column", "pair id", None if self.pair_id == self.caption else self.pair_id),
+            ("pair_id_column", "pair id", None if self.pair_id in (self.image, self.caption) else self.pair_id),
             ("negative_caption_column", "caption", self.negative_caption),
         ):
             if column:
@@ -104,7 +104,7 @@ def check_column(place: str, option: str, column: str, features: Mapping[str, ob
         lacks = lacks_column(column, [*features])
         raise ValueError(f"{place} {lacks} Name the right one with {option} (--{option}).{hint}")
     feature = features[column]
-    fits, kinds = _FITS.get(option, (lambda _: True, ""))
+    fits, kinds = _FITS[option]
     if not fits(feature):
         is_list_of_ids = option == "pair_id_column" and hasattr(feature, "feature")
         held = "lists, since a pair has one id" if is_list_of_ids else feature
@@ -181,7 +181,6 @@ class TarReader:
                 texts[column] = False, "txt"
             else:
                 return f"No {what} was found for {option} {column!r}."
-        texts.pop(str(image), None)  # images may be pair ids as well
         self.has_lists = columns.caption is not None and isinstance(fields.get(columns.caption), list)
         self._image, self._images, self._texts = image, images, texts
         self._extensions = images | {"json" if in_json else extension for in_json, extension in texts.values()}
