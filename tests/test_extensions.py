@@ -288,6 +288,9 @@ def test_an_extension_that_fails_on_one_process_ends_all(ranks, tmp_path, method
     assert own == "division by zero"
 
 
-def test_a_training_without_states_has_no_file_of_them(tmp_path):
+def test_a_training_without_states_has_no_file_of_them_and_reads_none(tmp_path, monkeypatch):
     trainer_for(tmp_path, save_strategy="steps", save_steps=2).train()
     assert not list(tmp_path.rglob("infcl_extensions.pt"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "infcl_extensions.pt").write_text("of a checkpoint in which the command is called")
+    trainer_for(tmp_path / "new")

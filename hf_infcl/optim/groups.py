@@ -94,12 +94,11 @@ def parameter_groups(
     if both := by_muon & by_adamw:
         raise ValueError(f"{min(both)} is to be updated by Muon and by AdamW. Let patterns of only one match it.")
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for name, parameter in model.named_parameters():
-        if (role := role_of.get(name)) is None:
-            continue
+    for name, role in role_of.items():
+        parameter = model.get_parameter(name)
         of_muon = name in by_muon or (role in BY_MUON and name not in by_adamw)
         algorithm = "muon" if of_muon else "adamw"
-        if algorithm == "muon" and parameter.ndim != 2:
+        if of_muon and parameter.ndim != 2:
             raise ValueError(
                 f"{name} has the shape {tuple(parameter.shape)}, but Muon updates matrices only. Leave it to AdamW."
             )
@@ -108,9 +107,9 @@ def parameter_groups(
             "params": [],
             "name": role,
             "algorithm": algorithm,
-            "lr": muon_learning_rate if algorithm == "muon" else learning_rate,
+            "lr": muon_learning_rate if of_muon else learning_rate,
             "weight_decay": weight_decay if decays else 0.0,
-            **({"parts": 3 if role == FUSED else 1} if algorithm == "muon" else {}),
+            **({"parts": 3 if role == FUSED else 1} if of_muon else {}),
         }
         groups.setdefault((algorithm, role, decays), new)["params"].append(parameter)
     if not any(group["algorithm"] == "muon" for group in groups.values()):

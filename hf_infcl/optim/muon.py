@@ -94,7 +94,7 @@ def orthogonalise_shared(
 
 
 def orthogonalise_sharded(
-    updates: Updates, count: int, shape: tuple[int, int], function: Orthogonalise, group: dist.ProcessGroup
+    updates: Updates, count: int, shape: tuple[int, int], function: Orthogonalise, processes: Processes
 ) -> Transfers:
     """Orthogonalises matrices of which each process holds some rows, split as `torch.chunk` does.
 
@@ -102,7 +102,7 @@ def orthogonalise_sharded(
     The result is the rows of this process, [count, its rows, columns].
     """
     rows, columns = shape
-    ranks, parts = dist.get_world_size(group), updates(slice(count))
+    ranks, group, parts = processes.world_size, processes.group, updates(slice(count))
     each, height, have = -(-count // ranks), -(-rows // ranks), parts[0].size(0)
     # The shares and the rows are padded to equal sizes; what is padded is never orthogonalised.
     sent = torch.zeros((ranks * each, height, columns), dtype=torch.bfloat16, device=parts[0].device)
@@ -112,7 +112,7 @@ def orthogonalise_sharded(
     yield
     transfer.wait()
     whole = received.view(ranks, each, height, columns).transpose(0, 1).reshape(each, ranks * height, columns)
-    mine = max(0, min(each, count - dist.get_rank(group) * each))
+    mine = max(0, min(each, count - processes.rank * each))
     done = torch.zeros_like(whole)
     if mine:
         done[:mine, :rows] = function(whole[:mine, :rows])
@@ -222,13 +222,12 @@ class MuonAdamW(torch.optim.Optimizer):
             alike[tuple(p.shape), p.dtype, p.device, layout].append(p)
         for parameters in alike.values():
             if isinstance(parameters[0], DTensor):
-                group_of_rows = _sharding_group(parameters[0])
-                ranks, divided = dist.get_world_size(group_of_rows), partial(orthogonalise_sharded, group=group_of_rows)
+                orthogonalise, processes = orthogonalise_sharded, Processes(_sharding_group(parameters[0]))
             else:
-                ranks, divided = self._processes.world_size, partial(orthogonalise_shared, processes=self._processes)
-            most = max(1, MOST_VALUES // parameters[0].numel()) * ranks
+                orthogonalise, processes = orthogonalise_shared, self._processes
+            most = max(1, MOST_VALUES // parameters[0].numel()) * processes.world_size
             for first in range(0, len(parameters), most):
-                yield self._update(group, parameters[first : first + most], divided)
+                yield self._update(group, parameters[first : first + most], partial(orthogonalise, processes=processes))
 
     def _update(
         self, group: Group, parameters: list[Tensor], orthogonalise: Callable[..., Transfers]

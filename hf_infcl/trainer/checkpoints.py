@@ -145,7 +145,7 @@ def _described(folder: Path, names: Collection[str]) -> dict[str, dict[str, int]
 
 
 def _put_in_place(partial: Path, folder: Path) -> None:
-    """Gives a complete checkpoint its final name."""
+    """Gives a complete checkpoint its final name, replacing an older checkpoint of that name."""
     replaced = folder.with_name(_REMOVED + folder.name)
     if folder.exists():
         folder.rename(replaced)
@@ -238,7 +238,8 @@ def rotate(output_dir: str | Path, limit: int | None, keep: Collection[Path]) ->
         return
     complete = [folder for folder in _folders(output_dir) if damage(folder, checksums=False) is None]
     removable = [folder for folder in complete if folder not in keep]
-    for folder in removable[max(0, limit + len(removable) - len(complete)) :]:
+    kept = len(complete) - len(removable)
+    for folder in removable[max(0, limit - kept) :]:
         logger.info(f"{folder} is removed: save_total_limit is {limit}.")
         # Under another name, a folder that a kill leaves half removed is removed at the next save.
         removed = folder.with_name(_REMOVED + folder.name)

@@ -65,7 +65,7 @@ def class_vectors(dataset: ZeroShotDataset, context: Context, processing_class: 
     size = context.args.per_device_eval_batch_size
     # All ranks encode equally often, because under FSDP a forward communicates. The shares follow the order of the
     # ranks, and the last prompt is repeated to fill the last ones.
-    of_each, encoded = -(-len(prompts) // processes.world_size), []
+    of_each = -(-len(prompts) // processes.world_size)
     share = [prompts[min(place + processes.rank * of_each, len(prompts) - 1)] for place in range(of_each)]
     with failures_announced_unless_sharded(context.accelerator):
         padding = (collator.text_padding if isinstance(collator, ContrastiveCollator) else None) or {}
@@ -74,6 +74,7 @@ def class_vectors(dataset: ZeroShotDataset, context: Context, processing_class: 
         # the tokens of a batch of the longest captions. A tokenizer of one's own may return what cannot be padded.
         if padding and (longest := tokenize([max(prompts, key=len)])).keys() <= padding.keys():
             at_once = min(MOST_PROMPTS, max(1, collator.max_length // longest["input_ids"].shape[1]))
+        encoded = []
         for first in range(0, of_each, size * at_once):
             part = share[first : first + size * at_once]
             # A few at a time, because Python's garbage collector would go through long lists again and again.
@@ -187,11 +188,10 @@ class Evaluator:
             if isinstance(dataset, ZeroShotDataset):
                 batches.begin()  # workers load the first ones while prompts are encoded
                 self._classifier = class_vectors(dataset, self._context, self._processing_class)
-            # For the width of what `embed` returns, which is the same on all processes, the loop would ask the others
-            # after every batch, and for that it would wait for the device.
+            # What `embed` returns has one width on all processes. To ask them for it, the loop would wait for the
+            # device after every batch. The widths of inputs may differ.
             unpadded = patch.object(self._accelerator, "pad_across_processes", lambda tensor, **_: tensor)
-            may_differ = "inputs" in self._args.include_for_metrics  # in their widths
-            with nullcontext() if may_differ else unpadded:
+            with nullcontext() if "inputs" in self._args.include_for_metrics else unpadded:
                 output = loop(batches)  # which calls `embed`
             Processes().agree([])  # where an error of another process's compute_metrics arrives
             assert output.metrics is not None

@@ -309,7 +309,8 @@ class TrainingData:
         """
         interruptions.phases.enter("loading data", step)
         self.window, self.given = Window([]), []  # the batches of the last one take memory
-        rows, batches = 0, list[Any]()
+        rows = 0
+        batches: list[Any] = []
         if self._exhausted:
             return self.window
         try:

@@ -245,8 +245,7 @@ class CompleteWindows(TrainerCallback):
     Trainer would leave the window at once, whose gradient so far would be part of the next window's.
     """
 
-    def __init__(self) -> None:
-        self._epoch_stop = self._training_stop = False
+    _epoch_stop = _training_stop = False
 
     def on_step_begin(self, args: object, state: object, control: TrainerControl, **kwargs: object) -> None:
         self._epoch_stop |= control.should_epoch_stop

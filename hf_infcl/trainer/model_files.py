@@ -125,8 +125,8 @@ def write_checkpoint(trainer: Any, save: Callable[[], None], checkpoint: Checkpo
 
 def read_states(checkpoint: str | None) -> dict[str, Any]:
     """The states of the step's extensions in a checkpoint, by their names; empty if it has none."""
-    path = Path(checkpoint or "", STATES_NAME)
-    return torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else {}
+    path = None if checkpoint is None else Path(checkpoint, STATES_NAME)
+    return torch.load(path, map_location="cpu", weights_only=True) if path is not None and path.is_file() else {}
 
 
 def keep_losses_since_log(trainer: Any) -> None:

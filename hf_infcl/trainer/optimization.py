@@ -44,14 +44,14 @@ class Optimization:
 
         Raises a ValueError if no parameter would be trained, or the optimizer does not take its options.
         """
-        context, passed, args = trainer.context, trainer.optimizer, self._args
-        encoder, model, self._was_asked = context.encoder, context.encoder.model, True
-        if not any(parameter.requires_grad for parameter in model.parameters()):
+        encoder, passed, args = trainer.dual_encoder, trainer.optimizer, self._args
+        self._was_asked = True
+        if not any(parameter.requires_grad for parameter in encoder.model.parameters()):
             raise ValueError(
                 "Nothing would be trained: no parameter of the model requires a gradient. Call requires_grad_(True) on "
                 "the parameters to train, and freeze at most one tower."
             )
-        beside = term_parameters(context.extensions)
+        beside = term_parameters(trainer.context.extensions)
         if passed is not None:
             if not {p for group in passed.param_groups for p in group["params"]}.issuperset(beside):
                 raise ValueError(
@@ -61,8 +61,8 @@ class Optimization:
             return passed
         self.creates_optimizer = trainer.optimizer_cls_and_kwargs is None
         if args.optimizer == "muon":
-            optimizer: Optimizer = _create_muon(encoder, args, trainer.get_decay_parameter_names(model))
-            start = getattr(getattr(model, "config", None), "_name_or_path", "")
+            optimizer: Optimizer = _create_muon(encoder, args, trainer.get_decay_parameter_names(encoder.model))
+            start = getattr(getattr(encoder.model, "config", None), "_name_or_path", "")
             # Muon is for random weights.
             if start and trainer.resumption.checkpoint is None and not encoder.looks_random():
                 logger.warning(
@@ -142,7 +142,8 @@ def check_optimizer_options(
         return optimizer_for(variant)
 
     optimizer = spelled(args.optim)
-    changed = {name: default for name in ADAM_OPTIONS if getattr(args, name) != (default := getattr(type(args), name))}
+    defaults = {name: getattr(type(args), name) for name in ADAM_OPTIONS}
+    changed = {name: default for name, default in defaults.items() if getattr(args, name) != default}
     if unused := [name for name, default in changed.items() if settings(**{name: default}) == settings()]:
         raise ValueError(
             f"{' and '.join(f'{name}={getattr(args, name)}' for name in unused)} would have no effect, because "

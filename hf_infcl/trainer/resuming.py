@@ -73,17 +73,17 @@ def _described(data: object, args: InfCLTrainingArguments) -> str:
 def make_resumption(context: Context, resumes: str | bool | None, repository: str | None) -> "Resumption":
     """The checkpoint that a run resumes from, if any, after it was compared with the run; collective.
 
-    The folder of a checkpoint may have different names on different machines.
-
     Raises:
-        ValueError: on every process, if their models, data or options differ, such as an outdated copy, or only some of
+        ValueError: on every process, if their models, data or options differ, as an outdated copy does, or only some of
             them resume; there is no such checkpoint, it is damaged, or `Resumption.check` refuses it.
     """
     args, run = context.args, make_run(context)
     resumes = checkpoint_of_hub_if_named(resumes, args, repository)
-    named, facts = isinstance(resumes, str) and resumes != "auto", facts_by_name(args)
+    facts = facts_by_name(args)
     # What is no field, transformers adds, such as the version.
     of_this = {name: value for name, value in args.to_dict().items() if name in facts and not facts[name].one_machine}
+    # The folder of a checkpoint may have different names on different machines.
+    named = isinstance(resumes, str) and resumes != "auto"
     of_this |= run | {"resume_from_checkpoint": "a folder" if named else resumes or None}
     runs = Processes().gather_objects(as_json(of_this))
     for rank, other in enumerate(runs):
@@ -191,7 +191,7 @@ class Resumption:
             epochs: returns those of data with a position.
             counted: the numbers that Trainer computes, for checkpoints without a position in the data.
         """
-        if self.checkpoint is not None:  # with whose intervals Trainer would go on
+        if self.checkpoint is not None:  # Trainer would go on with the intervals of the checkpoint
             kinds = [kind for kind in ("logging", "eval", "save") if getattr(args, f"{kind}_strategy") == "steps"]
             before = {f"{kind}_steps": getattr(state, f"{kind}_steps") for kind in kinds}
             state.compute_steps(args, state.max_steps)

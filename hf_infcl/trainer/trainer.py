@@ -88,7 +88,8 @@ class InfCLTrainer(Trainer):
         construction.check_arguments(model, args, data_collator, kwargs)
         construction.check_overrides(type(self), InfCLTrainer)
         self.resumption, self.interruptions = Resumption(), Interruptions()
-        self.caption_notices, self.found = loaders.CaptionNotices(), dict[str, Found | None]()
+        self.caption_notices = loaders.CaptionNotices()
+        self.found: dict[str, Found | None] = {}
         self._evaluating: Evaluator | None = None
         self._pushes, self.optimization = model_files.Pushes(args), Optimization(args)
         self._extensions = tuple(kwargs.pop("extensions", ()))
@@ -392,8 +393,8 @@ class InfCLTrainer(Trainer):
             state.best_model_checkpoint = best_before
             return
         if args.should_save:
-            kept = saved.folder, Path(state.best_model_checkpoint or saved.folder), *self._pushes.uploading().values()
-            rotate(output_dir, args.save_total_limit, kept)
+            best = Path(state.best_model_checkpoint or saved.folder)
+            rotate(output_dir, args.save_total_limit, [saved.folder, best, *self._pushes.uploading().values()])
         self._pushes.copy_checkpoint(saved.folder)
         if args.push_to_hub:  # last, as the Hub's client looks into all folders
             self._push_from_checkpoint(str(saved.folder))
