@@ -5,8 +5,8 @@ import inspect
 import os
 import time
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache, wraps
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -20,16 +20,13 @@ Result = TypeVar("Result")
 logger = logging.get_logger(__name__)
 
 
-@contextmanager
-def hub_asked_once(source: str) -> Iterator[None]:
+def hub_asked_once(source: str) -> AbstractContextManager[object]:
     """The context in which a model or a data set is loaded, with the Hub's client offline if the Hub does not answer.
 
     The libraries would ask for each file, and try again for 24 seconds each time. For a path nothing is asked.
     """
     is_path = os.path.exists(source) or source.startswith((".", os.sep))
-    offline = constants.HF_HUB_OFFLINE or not (is_path or hub_answers())
-    with patch.object(constants, "HF_HUB_OFFLINE", offline):
-        yield
+    return patch.object(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE or not (is_path or hub_answers()))
 
 
 def asks_hub_once(load: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
