@@ -126,7 +126,7 @@ def parameter_groups(
 def matching(names: Iterable[str], use: str, patterns: Sequence[str]) -> set[str]:
     """The names in which one of the regular expressions is found.
 
-    Raises a ValueError, with ``use``, if a pattern is no regular expression, or is found in no name.
+    Raises a ValueError, which names ``use``, if a pattern is no regular expression, or is found in no name.
     """
     every, chosen = list(names), set()
     for pattern in patterns:
@@ -143,7 +143,7 @@ def matching(names: Iterable[str], use: str, patterns: Sequence[str]) -> set[str
 def divided(groups: Iterable[Group], parts: Mapping[nn.Parameter, tuple[str, float]]) -> list[Group]:
     """The groups of any optimizer before its first step, divided by parts of the model with rates of their own.
 
-    ``parts`` has the name of its part and the factor of its learning rate by the parameter; others keep their rate.
+    ``parts`` has, for a parameter, the name of its part and the factor of its learning rate; others keep their rate.
     Groups at the full rate come first, because it is the rate of the first one that is logged.
     """
     pairs = []

@@ -44,7 +44,7 @@ class Checkpoint:
 
     Attributes:
         folder: the location of the complete checkpoint.
-        partial: its location while it is written, in ``partial_dir``, which then replaces ``output_dir``.
+        partial: its location while it is written, in ``partial_dir``, which replaces ``output_dir`` meanwhile.
     """
 
     def __init__(self, output_dir: str | Path, step: int) -> None:

@@ -117,7 +117,7 @@ def metrics_of(dataset: object) -> list[str]:
 def check_metric(options: Any, names: Sequence[str]) -> None:
     """Raises a ValueError if the metric that an option looks up is not measured.
 
-    It is with or without ``eval_``; the names of those that are measured are without.
+    The option may write ``eval_`` before its name; ``names`` are those of the measured metrics, without it.
     """
     use, name = use_of_metric(options), str(options.metric_for_best_model).removeprefix("eval_")
     if use is not None and name not in names:

@@ -179,7 +179,7 @@ class TrainingCollator:
 def training_collator(collator: Any, args: InfCLTrainingArguments) -> DataCollator:
     """The data collator for the rows of a training, which cuts captions to ``max_text_tokens`` if that is set.
 
-    Raises a ValueError if it is no `ContrastiveCollator`, and those of `ContrastiveCollator.cut_to`.
+    Raises a ValueError if it is no `ContrastiveCollator`, and the errors of `ContrastiveCollator.cut_to`.
     """
     if args.max_text_tokens is None:
         return collator
@@ -389,7 +389,7 @@ class TrainingData:
     def logs(self, first_pass: float) -> dict[str, float]:
         """Metrics of the data, and warnings if the training waits for it, or for one process; collective.
 
-        ``first_pass`` has the seconds of this process's last one. The README of the training lists the metrics:
+        The last first pass of this process took ``first_pass`` seconds. The README of the training lists the metrics:
         ``data_wait`` is since the last log, ``texts_per_image`` that of the last global batch; numbers of samples and
         of shards are since the run began.
         """

@@ -208,9 +208,9 @@ Sets = Mapping[str, object]
 def find_average(
     trainer: Any, start: Weights, gains: Sets, guards: Sequence[Sets], alpha: float | None, tolerance: float
 ) -> Averaged:
-    """Measures averages of the weights of a start with those of a trainer's model, which then has one; collective.
+    """Measures averages of a start's weights with those of a trainer's model, and gives the model one; collective.
 
-    That is the average at ``alpha``, or at the α that it chooses. The main process keeps the weights of both in host
+    The model gets the average at ``alpha``, or at the α that is chosen. The main process keeps both weights in host
     memory, and no process has a second model on its device.
 
     Args:
@@ -317,7 +317,7 @@ class Pushes:
     def finish(self) -> float:
         """Waits for the push that runs: a later training could replace the files that it reads.
 
-        The seconds of the wait, which it returns, are no part of the training's time.
+        Returns the seconds of the wait, which are no part of the training's time.
         """
         begin = time.monotonic()
         if running := self.uploading():
