@@ -132,9 +132,19 @@ def hooked_gradient(model: Any) -> None:
 def chance(model: Any) -> None:
     class Chance(torch.nn.Identity):
         def forward(self, features: Any) -> Any:
-            return features * random.choice([1, 2])
+            return features * random.choice([1, -1])
 
     model.vision_model.post_layernorm = torch.nn.Sequential(model.vision_model.post_layernorm, Chance())
+
+
+def chance_in_place(model: Any) -> None:
+    forward = model.text_projection.forward
+    model.text_projection.forward = lambda features: forward(features) * random.choice([1, -1])
+
+
+def own_forward(model: Any) -> None:
+    forward = model.forward
+    model.forward = lambda **inputs: forward(**inputs)
 
 
 def batch_norm(model: Any) -> None:
@@ -170,7 +180,7 @@ class Adds(StepChange):
     """Adds to the images what gets a gradient, by which it changes."""
 
     def __init__(self) -> None:
-        self.added = torch.zeros((), requires_grad=True)
+        self.added = torch.zeros(())
 
     def inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         self.added = self.added.to(inputs["pixel_values"].device)
@@ -202,6 +212,8 @@ class Moves(TrainerCallback):
         {"prepare": compiled},
         {"prepare": hooked_gradient},
         {"prepare": chance},
+        {"prepare": chance_in_place},
+        {"prepare": own_forward},
         {"prepare": batch_norm},
         {"callbacks": [EachStep(rates)]},
         {"callbacks": [EachStep(frozen_weights)], "freeze_layers": 0},

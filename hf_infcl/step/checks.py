@@ -247,11 +247,11 @@ def asked_for_loss(context: Context, forward: Callable[..., object]) -> Callable
         if (loss := part_of(output, "loss")) is None:
             return output
         with torch.no_grad():
-            own, (images, texts) = loss.mean(), (one.detach() for one in embeds_of(output, encoder.base))
-            loss_of = partial(local_contrastive_loss, images, texts, *encoder.scale_and_bias())
+            own, embeds = loss.mean(), [one.detach() for one in embeds_of(output, encoder.base)]
+            loss_of = partial(local_contrastive_loss, *embeds, *encoder.scale_and_bias())
             losses = {one: loss_of(objective=one).item() for one in OBJECTIVES}
         tolerance = 1e-3 if context.accelerator.mixed_precision == "no" and own.dtype == torch.float32 else 0.03
-        if not any(math.isclose(own.item(), loss, rel_tol=tolerance) for loss in losses.values()):
+        if not any(math.isclose(own.item(), one, rel_tol=tolerance) for one in losses.values()):
             raise ValueError(
                 f"The forward of {name} computes a loss of its own: {own.item():.5g} for the first micro-batch, whose "
                 f"contrastive loss is {losses[context.objective]:.5g}. InfCLTrainer would not train it: write a "

@@ -32,7 +32,7 @@ SHARE = 1 / 4  # of the device's memory that a training may have taken until it 
 _INPUTS = ("pixel_values", "input_ids")
 _OTHERS = {*IMAGE_INPUTS, *TEXT_INPUTS, IMAGE_FEATURES, NO_TEXTS} - {*_INPUTS, "attention_mask"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_KNOWN = ("torch.", "transformers.", "hf_infcl.")  # whose modules compute the same whenever their attributes are
+_KNOWN = ("torch.", "transformers.", "hf_infcl.")  # what modules of others compute may depend on more than attributes
 
 logger = logging.get_logger(__name__)
 
@@ -49,9 +49,10 @@ class StepRecording:
     """
 
     def __init__(self, context: Context, *, wanted: bool) -> None:
-        self._context, model = context, context.encoder.model
-        self._wanted = wanted and type(model) in (CLIPModel, SiglipModel) and may_compile(context.args)
-        self._model = Wrapper(model)
+        self._context, encoder = context, context.encoder
+        plain = type(encoder.model) in (CLIPModel, SiglipModel) and not encoder.has_own_forward
+        self._wanted = wanted and plain and may_compile(context.args)
+        self._model = Wrapper(encoder.model)
         self._seen: tuple[list[object], list[object]] = [], []  # in the last window
         self._calls: Counter[Hashable] = Counter()
         self._recordings: dict[Hashable, _Recording] = {}
@@ -104,7 +105,8 @@ class StepRecording:
         device = self._context.args.device
         total = torch.cuda.get_device_properties(device).total_memory
         large = torch.cuda.max_memory_allocated(device) > SHARE * total
-        foreign = not all(type(module).__module__.startswith(_KNOWN) for module in self._model.modules)
+        parts = self._model.modules[1:]
+        foreign = any(not type(one).__module__.startswith(_KNOWN) or "forward" in vars(one) for one in parts)
         checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in self._model.modules)
         # Such as those of batch norms, which the forwards before the recorded one would change, too.
         counting = any(buffer.is_floating_point() for buffer in self._model.buffers())
