@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from huggingface_hub.errors import HFValidationError
@@ -213,14 +214,15 @@ def training_facts(
             ``sources``.
     """
     args, state = trainer.args, trainer.state
+    last: Mapping[str, Any] = ChainMap(*reversed(state.log_history))  # the last value of each name
     repository = trainer.hub_model_id or args.hub_model_id or ""
     name = Path(repository or args.output_dir or ".").resolve().name
     on_hub = "/" in repository  # the Hub adds the user's name when it creates a repository
     start_name, start_on_hub = source_name(start)
-    has_best = args.load_best_model_at_end and state.best_model_checkpoint is not None
-    best = has_best and any(_END in entry for entry in state.log_history)  # Trainer has loaded it
+    # Whether Trainer has loaded the best weights.
+    best = args.load_best_model_at_end and state.best_model_checkpoint is not None and _END in last
     drawn, negatives = drawn_texts(trainer.train_dataset)
-    takes_all = drawn == 1 and negatives is None and _last(state, "texts_per_image", 1) > 1  # that an item has
+    takes_all = drawn == 1 and negatives is None and last.get("texts_per_image", 1) > 1  # that an item has
     return TrainingFacts(
         name=name,
         location=repository if on_hub else f"path/to/{name}",
@@ -246,8 +248,8 @@ def training_facts(
         settings={**training_settings(trainer), **(settings or {})},
         seconds=trained_seconds(state),
         device=torch.cuda.get_device_name() if args.device.type == "cuda" else args.device.type.upper(),
-        peak_memory=_last(state, "peak_memory", None),
-        skipped=_last(state, "skipped_samples", 0),
+        peak_memory=last.get("peak_memory"),
+        skipped=last.get("skipped_samples", 0),
         versions={"hf_infcl": __version__, **{name: metadata.version(name) for name in _PACKAGES}},
         evaluations=_measured(with_texts(evaluations, trainer.eval_dataset), state, best),
         measured_during_training=args.eval_strategy != "no",
@@ -347,15 +349,13 @@ def scores_by_width(trainer: InfCLTrainer, sets: Mapping[str, Any]) -> dict[str,
 
     Each width takes an evaluation of its own, which the trainer does not log.
     """
-    encoder, scores = trainer.dual_encoder, dict[str, dict[str, float]]()
-    whole = encoder.dims
+    scores: dict[str, dict[str, float]] = {}
     for width in trainer.args.matryoshka_dims or ():
-        encoder.dims = width
         for name, dataset in sets.items():
-            metrics = trainer.predict(dataset, metric_key_prefix=f"eval_{name}").metrics or {}
+            with patch.object(trainer.dual_encoder, "dims", width):
+                metrics = trainer.predict(dataset, metric_key_prefix=f"eval_{name}").metrics or {}
             if (score := score_if_measured(metrics, f"eval_{name}_")) is not None:
                 scores.setdefault(name, {})[str(width)] = score
-    encoder.dims = whole
     return scores
 
 
@@ -387,10 +387,6 @@ def _why_not_on_hub(name: str) -> HFValidationError | None:
     except HFValidationError as error:
         return error
     return None
-
-
-def _last(state: TrainerState, key: str, default: int | None) -> Any:
-    return next((entry[key] for entry in reversed(state.log_history) if key in entry), default)
 
 
 def with_texts(evaluations: Sequence[Evaluation], sets: Any) -> list[Evaluation]:
