@@ -31,6 +31,9 @@ WAIT = 120  # seconds within which rank 0 has to end; the group's timeout is sho
 
 OPTIONS = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 2}
 
+# On a GPU, trials, kept graphs and the decision about compilation would change the number of forwards.
+GIVEN: dict[str, Any] = {"texts_at_once": 1, "retain_graphs": "1", "torch_compile": False}
+
 # The phase, the method of the trainer or of a part of it in which the process ends, and the number of its call, from 1.
 PHASES = {
     "loading data after step 1": ("data_collator", 4),
@@ -181,8 +184,7 @@ def test_a_killed_process_is_named_with_its_phase(ranks, tmp_path, phase):
 def test_a_killed_process_is_named_with_its_phase_on_gpus(tmp_path, phase):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
-    given = {"texts_at_once": 1, "retain_graphs": "1"}  # otherwise trials and kept graphs change the number of forwards
-    told, code = interrupted(str(tmp_path), {1: (*PHASES[phase], KILLED)}, backend="nccl", **given)
+    told, code = interrupted(str(tmp_path), {1: (*PHASES[phase], KILLED)}, backend="nccl", **GIVEN)
     assert told, code
     assert told[0] == f"Rank 1 does not answer; its last phase was {phase}."
     assert code != 0, "by the thread, by NCCL's watchdog or by the error"
@@ -293,7 +295,8 @@ def test_a_process_that_hangs_is_named_on_gpus(tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     place = PHASES["the first pass after step 1"]
-    told, code = interrupted(str(tmp_path), {1: (*place, STOPPED)}, backend="nccl", seconds=25, ddp_timeout=25)
+    options: dict[str, Any] = {"backend": "nccl", "seconds": 25, "ddp_timeout": 25}
+    told, code = interrupted(str(tmp_path), {1: (*place, STOPPED)}, **options, **GIVEN)
     assert told, code
     assert "Rank 1 does not answer; its last phase was the first pass after step 1. Places: rank 0: in " in told[0]
     assert code != 0, "by NCCL's watchdog"

@@ -267,6 +267,13 @@ def test_gradients_that_a_callback_keeps_stay(tmp_path, made):
     assert all(map(torch.equal, as_it_is.seen, replayed.seen))
 
 
+def test_models_that_others_compile_are_computed_as_they_are(tmp_path, made):
+    model = models.clip()
+    model.vision_model.compile(backend="eager")
+    run(tmp_path, model)
+    assert not made
+
+
 def test_gradients_that_are_there_are_added_to(tmp_path, made, monkeypatch):
     calls = itertools.count()
 
@@ -309,7 +316,7 @@ def test_each_of_two_lengths_is_recorded(tmp_path, made):
 
     lengths: list[int] = []
     assert torch.equal(weights(), weights(torch_compile=False))
-    assert [one.inputs[1].shape[1] for one in made] == [models.LENGTH, models.LENGTH - 1]
+    assert len(made) == len({one.inputs[1].shape for one in made}) == 2
 
 
 def test_a_lack_of_memory_ends_recordings(tmp_path, made, monkeypatch):
