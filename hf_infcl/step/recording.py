@@ -1,7 +1,7 @@
 """Replays the forward and backward of a small model as CUDA graphs: its kernels take longer to launch than to run.
 
 A step of 1,024 pairs of a CLIP with 7 and 3 layers of width 320 took an H200 44 to 51 ms, depending on its host, and
-with compiled layers 48 to 55, although their kernels run for 20 only; replayed, it takes 29 to 31.
+with compiled layers 48 to 55, although their kernels run for 20 only; replayed, it took 29 to 31.
 """
 
 from __future__ import annotations
