@@ -104,7 +104,7 @@ def check_column(place: str, option: str, column: str, features: Mapping[str, ob
         lacks = lacks_column(column, [*features])
         raise ValueError(f"{place} {lacks} Name the right one with {option} (--{option}).{hint}")
     feature = features[column]
-    fits, kinds = _FITS[option]
+    fits, kinds = _FITS.get(option, (lambda _: True, ""))
     if not fits(feature):
         is_list_of_ids = option == "pair_id_column" and hasattr(feature, "feature")
         held = "lists, since a pair has one id" if is_list_of_ids else feature

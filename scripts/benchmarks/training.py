@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 
 import hf_infcl.step.compilation
-import hf_infcl.step.window
+import hf_infcl.step.terms
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments
 from hf_infcl.models.dual_encoder import NO_MASK, DualEncoder, drop_patches
 from hf_infcl.step.terms import SIDES, TeacherDistance
@@ -206,8 +206,8 @@ def train(
         trainer.remove_callback(transformers.PrinterCallback)
         stack.enter_context(mock.patch.object(hf_infcl.step.compilation, "ENOUGH", 0.0))  # as in a long training
         if loss is not None:
-            window = hf_infcl.step.window
-            stack.enter_context(mock.patch.object(window, "contrastive_loss", clock.recorded(loss)))
+            terms = hf_infcl.step.terms
+            stack.enter_context(mock.patch.object(terms, "contrastive_loss", clock.recorded(loss)))
         trainer.train()
         return clock, trainer
 
