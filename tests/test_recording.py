@@ -37,7 +37,7 @@ def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(recording, "_Recording", Noted)
     if request.param == "cuda":
         if torch.cuda.device_count() > 1:
-            pytest.skip("Trainer would take all GPUs that a process sees")
+            pytest.skip("Trainer takes all GPUs that a process sees: run it with CUDA_VISIBLE_DEVICES=0")
         yield found
         return
     monkeypatch.setattr(recording, "may_compile", lambda args: args.torch_compile is None)
@@ -236,7 +236,7 @@ def test_what_a_replay_would_not_see_is_computed_as_it_is(tmp_path, made, option
 
 
 def change_at_four(model: Any, step: int) -> None:
-    """What a callback may do once: another rate, and a tower that no longer trains."""
+    """Changes a rate of dropout at step 4, and freezes a tower at step 8, as a callback may do."""
     if step == 4:
         model.vision_model.encoder.layers[0].self_attn.dropout = 0.3
     if step == 8:

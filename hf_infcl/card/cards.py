@@ -27,7 +27,7 @@ from .pictures import PICTURES_FILE, plot_curves
 from .telling import changes, explained, outcome, way, words_of_scores
 
 CURVES_FILE = "curves.png"
-# What begins something in CommonMark, in HTML or as a link of GitHub.
+# The characters that begin something in CommonMark or HTML, or a link of GitHub.
 _SPECIAL = re.compile(r"[\\`*\[\]<>#|!&~$@]|(?<!\w)_(?=\w)|:(?=//)|(?<=www)\.")
 
 logger = logging.get_logger(__name__)

@@ -97,7 +97,7 @@ class Evaluation(_Dataset):
 
     @property
     def images(self) -> tuple[str, str]:
-        """What evaluations of the same images share."""
+        """The data set and the part of it, which are equal for evaluations of the same images."""
         return self.dataset, self.split
 
     @property
@@ -411,7 +411,7 @@ def _measured(evaluations: Sequence[Evaluation], state: TrainerState, best: bool
     """The evaluations that were made, with their metrics before the training and those of the present weights.
 
     If an evaluation has not yet measured the present weights, its metrics are those of the last one, with its step.
-    Of two alike, a guard set and another one, the guard set stays.
+    If a guard set and another set are alike, only the guard set is returned.
     """
     before = [entry for entry in state.log_history if entry.get("step") == 0]
     after = [entry for entry in state.log_history if entry.get("step") != 0]
@@ -442,7 +442,7 @@ def _last_metrics(history: Sequence[Mapping[str, Any]], key: str, keys: Sequence
 
 
 def _figures(evaluation: Evaluation) -> tuple[Any, ...]:
-    """What two evaluations of one set share; the times of Trainer's differ, as do the last digits of a GPU."""
+    """The figures that are equal if one set is evaluated twice: no times, and no last digits, which vary on a GPU."""
     results = {name: round(value, 4) for name, value in evaluation.metrics.items() if name not in SPEED}
     return evaluation.dataset, evaluation.part, evaluation.size, results
 

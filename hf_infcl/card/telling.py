@@ -194,7 +194,7 @@ class Change(NamedTuple):
 def changes(facts: TrainingFacts) -> list[Change]:
     """The sets that were measured before and after a training: first those that it was for, then the guards.
 
-    Of a guard that has chosen the average with the start, the scores are those of the other half of its rows.
+    If a guard has chosen the average with the start, its scores are those of the other half of its rows.
     """
     average, found = facts.average, []
     for one in sorted(facts.evaluations, key=lambda one: one.guard):
@@ -216,7 +216,7 @@ def way(evaluation: Evaluation, facts: TrainingFacts) -> str:
 
 
 def explained(set_changes: Sequence[Change]) -> str:
-    """What the scores of these sets are, and their intervals, in sentences."""
+    """The sentences that explain the scores of these sets and their intervals."""
     sentence = words_of_scores([change.evaluation.metrics for change in set_changes])
     return f"{sentence} {_INTERVAL}" if any(change.score.low is not None for change in set_changes) else sentence
 

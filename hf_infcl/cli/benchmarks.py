@@ -36,7 +36,7 @@ for _group, _names in yaml.safe_load(Path(__file__).with_name("benchmarks.yaml")
 _ALONE = ("imagenet-o", "vtab/dsprites_label_y_position")
 OF_CLIP_BENCHMARK = tuple(dict.fromkeys((*GROUPS["vtab+"], *GROUPS["retrieval"], *GROUPS["sugarcrepe"], *_ALONE)))
 BENCHMARKS = (*OF_CLIP_BENCHMARK, *GROUPS["sugarcrepe++"], *GROUPS["xm3600"])
-# What a name stands for: a group, a benchmark, or one of CLIP_benchmark by the last part of its name.
+# The benchmarks that a name means: a group, one benchmark, or one of CLIP_benchmark by the last part of its name.
 _MEANT = (
     {name.rpartition("/")[2]: (name,) for name in OF_CLIP_BENCHMARK} | {name: (name,) for name in BENCHMARKS} | GROUPS
 )

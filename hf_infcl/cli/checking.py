@@ -41,7 +41,7 @@ _CHUNK = 512  # rows that are compared at once
 
 
 def image_hash(pixels: np.ndarray) -> bytes:
-    """What copies of an image, uint8 [H, W, 3], have in common, 200 bytes.
+    """A hash of an image, uint8 [H, W, 3], of 200 bytes; it is about the same for copies of the image.
 
     The first 8 are the difference hash (dHash): whether each cell of an 8 × 9 grid of mean grey levels is brighter than
     the one to its left, by more than the noise of compression. The others are the mean colours of an 8 × 8 grid:

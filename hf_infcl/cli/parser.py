@@ -246,8 +246,8 @@ class Parser(HfArgumentParser):
     def build(self, namespace: argparse.Namespace) -> tuple[Any, ...]:
         """The dataclasses, then InfCLTrainingArguments; an option that one of them refuses ends the program.
 
-        Of a training, `intervals` chooses what the user has not set. The check of one computes nothing: options that
-        only concern the machine that computes have no effect there.
+        In a training, `intervals` chooses the options that the user has not set. `infcl check` computes nothing, so
+        options that only concern the machine that computes have no effect there.
         """
         try:
             return self._built(namespace)

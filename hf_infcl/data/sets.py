@@ -44,7 +44,7 @@ DEFAULTS: Mapping[str, Any] = {
     "label_column": "label",
     "templates": ["a photo of a {}."],
 }
-# Of the facts that are no texts: what a message calls the value, how it is written, and how it is read.
+# Facts that are no texts: the name of such a value in messages, how it is written, and how it is read.
 _KINDS: Mapping[str, tuple[str, str, Callable[[str], Any]]] = {
     "weight": ("a number", r"\d*\.?\d+([eE][-+]?\d+)?", float),
     "streaming": ("true or false", r"(?i:true|false)", lambda text: text.lower() == "true"),

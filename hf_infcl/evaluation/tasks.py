@@ -155,7 +155,7 @@ def caption_ids(input_ids: Tensor, attention_mask: Tensor | None = None) -> Tens
 def with_texts_on_host(collate: Callable[[list[Any]], Any], items: list[Any]) -> Any:
     """The batch of a data collator; one of pairs also has its tokens and ids in an object that stays in host memory.
 
-    What is read there, see `taken_apart`, does not wait for the forwards that the device has queued before.
+    `taken_apart` reads them there without waiting for the forwards that the device has queued before.
     """
     batch = collate(items)
     if not isinstance(batch, Mapping) or "input_ids" not in batch:

@@ -107,11 +107,12 @@ def _operator(declaration: Callable[..., R]) -> Callable[..., R]:
     """
     name, signature = declaration.__name__, inspect.signature(declaration)
     together = (Block, CoefficientVectors, BlockGradients)
-    # For each parameter of the declaration: its kind and its fields, or None and itself.
-    parts: list[tuple[Any, list[inspect.Parameter]]] = []
-    for parameter in signature.parameters.values():
-        kind = parameter.annotation if parameter.annotation in together else None
-        parts.append((kind, [parameter] if kind is None else [*inspect.signature(kind).parameters.values()]))
+    # For each parameter of the declaration its kind and its fields, or None and itself.
+    parts = [
+        (kind, list(inspect.signature(kind).parameters.values())) if kind in together else (None, [parameter])
+        for parameter in signature.parameters.values()
+        for kind in (parameter.annotation,)
+    ]
     fields = sorted((p for _, part in parts for p in part), key=lambda p: p.default is not p.empty)
     names, defaults = [p.name for p in fields], tuple(p.default for p in fields)
     readers = [(kind, itemgetter(*(names.index(p.name) for p in part))) for kind, part in parts]

@@ -34,7 +34,7 @@ class CoefficientVectors(NamedTuple):
 
     pivot_x: Tensor  # [m], the log-sum-exp of each image's logits over the whole batch or the pivot of its statistics
     pivot_y: Tensor  # [n]
-    # [m], beside the pivots of statistics: those log-sum-exps minus the pivots and minus the logarithm of the weight of
+    # With the pivots of the statistics [m]: those log-sum-exps minus the pivot and minus the logarithm of the weight of
     # the image's loss. None, for both, means 0.
     relative_x: Tensor | None
     relative_y: Tensor | None  # [n]
@@ -101,8 +101,8 @@ def softmax_losses(
     positive: Tensor, odds_x: Tensor, odds_y: Tensor, positive_of_columns: Tensor, odds_of_columns: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     odds = torch.stack((odds_x, odds_y))
-    cross_entropies = softplus(odds)
-    lse_x, lse_y = positive + cross_entropies[0], positive_of_columns + softplus(odds_of_columns)
+    cross_entropies = _softplus(odds)
+    lse_x, lse_y = positive + cross_entropies[0], positive_of_columns + _softplus(odds_of_columns)
     return cross_entropies.sum(), lse_x, lse_y, -torch.sigmoid(odds).sum(0)
 
 
@@ -145,7 +145,7 @@ def sigmoid_block(block: Block, bias: Tensor, gradients: BlockGradients) -> tupl
             several = block.equal_are_positive
             logits = torch.where(equal, -logits, logits) if several else logits.masked_fill_(equal, -torch.inf)
         positives.copy_(negated)
-        loss_sums.append(softplus(logits).sum())
+        loss_sums.append(_softplus(logits).sum())
         coefficients = logits.sigmoid_()
         positives.neg_()
         if equal is not None and block.equal_are_positive:
@@ -156,7 +156,7 @@ def sigmoid_block(block: Block, bias: Tensor, gradients: BlockGradients) -> tupl
     return _sum(loss_sums), _sum(bias_sums), _sum(scale_sums)
 
 
-def softplus(t: Tensor) -> Tensor:
+def _softplus(t: Tensor) -> Tensor:
     """log(1 + exp(t)), with full relative precision however small it is."""
     # Above its threshold F.softplus returns its input. With the default of 20, fp64 would lose six digits.
     return F.softplus(t, threshold=40)
@@ -214,8 +214,10 @@ def _accumulate(coefficients: Tensor, block: Block, r: slice, c: slice, gradient
 
 def _positives(tile: Tensor, r: slice, c: slice, diagonal: int | None) -> tuple[Tensor, slice]:
     """A view of the tile's positives, and the rows of the block that contain them; both empty if there are none."""
-    offset = None if diagonal is None else r.start + diagonal - c.start
-    if offset is None or not -len(tile) < offset < tile.shape[1]:
+    if diagonal is None:
+        return tile[:0, 0], slice(0, 0)
+    offset = r.start + diagonal - c.start
+    if not -len(tile) < offset < tile.shape[1]:
         return tile[:0, 0], slice(0, 0)
     positives = tile.diagonal(offset)
     start = r.start + max(0, -offset)

@@ -28,6 +28,8 @@ that a single product along the row adds up the products of all pairs of parts. 
 last, in the last CAREFUL steps of BK elements. CAREFUL is 0 for features in half precision.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -349,7 +351,7 @@ class Operands:
     tiling: Tiling
 
     @classmethod
-    def of(cls, block: Block) -> "Operands":
+    def of(cls, block: Block) -> Operands:
         x, y, parts = _features(block.x, block.y)
         tiling, dimension = tiling_for(x.device, parts), block.x.shape[1]
         place = NOWHERE.value if block.diagonal is None else block.diagonal
@@ -364,7 +366,7 @@ class Operands:
         equal = POSITIVE if block.equal_are_positive else EXCLUDED
         return cls(x, y, dimension, parts, ids_x, ids_y, equal.value, overlaps, place, tiling)
 
-    def part(self, rows: slice, columns: slice) -> "Operands":
+    def part(self, rows: slice, columns: slice) -> Operands:
         """The operands of a part of the block. The part begins at the first row and column of a tile."""
         tile = self.tiling.tile
         return dataclasses.replace(

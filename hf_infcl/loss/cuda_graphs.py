@@ -5,6 +5,8 @@ begins after it. A replay runs the collectives between the graphs, on the tensor
 at different times, because recording exchanges nothing and replays run the same collectives as the computation.
 """
 
+from __future__ import annotations
+
 import functools
 import logging
 import threading
@@ -68,7 +70,7 @@ def choices_of_kernels() -> tuple[object, ...]:
 
 
 @functools.lru_cache(KEPT)
-def recording(*key: Hashable) -> "Recording":
+def recording(*key: Hashable) -> Recording:
     """The recording of a computation with these properties; the one that was used longest ago makes room."""
     return Recording()
 
@@ -129,6 +131,20 @@ class Recording:
                 recorded.copy_(tensor)
 
 
+@contextmanager
+def capturing() -> Iterator[Capture]:
+    """A context in which launched kernels are recorded."""
+    # torch keeps a workspace of cuBLAS for each stream until all are cleared. Without the first call the graphs could
+    # write to one that was freed, since torch.compile clears all when it records graphs of its own. Without the second,
+    # one would hold memory of the pool after the recording is forgotten. There is no public function.
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        with Capture() as capture:
+            yield capture
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+
+
 class Capture:
     """A context that records the kernels launched in it as graphs, with collectives between them.
 
@@ -142,7 +158,7 @@ class Capture:
         self._stream = torch.cuda.Stream()
         self._open: torch.cuda.graph | None = None
 
-    def __enter__(self) -> "Capture":
+    def __enter__(self) -> Capture:
         graph = torch.cuda.CUDAGraph()
         pool = self.graphs[0].pool() if self.graphs else None
         # With "thread_local" other threads may use the GPU during the recording.
@@ -166,17 +182,3 @@ class Capture:
         if collective is not None:
             self.collectives.append(collective)
         self.__enter__()
-
-
-@contextmanager
-def capturing() -> Iterator[Capture]:
-    """A context in which launched kernels are recorded."""
-    # torch keeps a workspace of cuBLAS for each stream until all are cleared. Without the first call the graphs could
-    # write to one that was freed, since torch.compile clears all when it records graphs of its own. Without the second,
-    # one would hold memory of the pool after the recording is forgotten. There is no public function.
-    torch._C._cuda_clearCublasWorkspaces()
-    try:
-        with Capture() as capture:
-            yield capture
-    finally:
-        torch._C._cuda_clearCublasWorkspaces()

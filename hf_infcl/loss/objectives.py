@@ -230,7 +230,8 @@ def _cross_entropies(statistics: Statistics, positives: Tensor, weight: Tensor) 
     single, any_positive = positives == 1, positives > 0
     positive = torch.where(single, distance, positive)
     odds = negative - positive
-    cross_entropy_of_single = kernels.torch_backend.softplus(odds)
+    # Above its threshold F.softplus returns its input. With the default of 20, fp64 would lose six digits.
+    cross_entropy_of_single = F.softplus(odds, threshold=40)
     relative = torch.logaddexp(negative, positive)
     cross_entropies = torch.where(single, cross_entropy_of_single, relative - distance / positives)
     smallest = torch.finfo(odds.dtype).tiny  # a negative share marks a single positive, so it must not be zero

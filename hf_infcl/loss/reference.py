@@ -45,6 +45,7 @@ def contrastive_loss(
             out of both denominators (softmax) or out of the sum (sigmoid).
         image_ids: [n] int64, text_ids: [m] int64. Give both or neither, and not together with pair_ids.
         negative_texts: [h, D], further columns without a positive: hard negatives (NegCLIP, arXiv 2210.01936).
+
         directions: ``"both"``, or ``"image_to_text"``: of the softmax loss, the mean over the rows alone.
 
     Returns:

@@ -20,6 +20,8 @@ afterwards. With NCCL, waiting only orders streams and never blocks the host. A 
 transfers.
 """
 
+from __future__ import annotations
+
 import functools
 import os
 from abc import ABC, abstractmethod
@@ -60,7 +62,7 @@ class Ring:
             self.peers = tuple(dist.get_global_rank(group, rank) for rank in ranks)
 
     def rotate(
-        self, tensors: Sequence[Tensor | None], travelling: Sequence["RingReduction"] = ()
+        self, tensors: Sequence[Tensor | None], travelling: Sequence[RingReduction] = ()
     ) -> Iterator[tuple[int, tuple[Any, ...]]]:
         """Yields every machine's tensors once, as (place, tensors), beginning with those of this process.
 
@@ -194,7 +196,7 @@ class Gradients(NamedTuple):
     x: Tensor | None  # [b, D]; None if not wanted
     y: Tensor | None
 
-    def plus(self, other: "Gradients") -> "Gradients":
+    def plus(self, other: Gradients) -> Gradients:
         """The sums of both, and None where one is None."""
         scalars = tuple(a + b for a, b in zip(self.scalars, other.scalars, strict=True))
         x, y = (None if a is None or b is None else a + b for a, b in zip(self[1:], other[1:], strict=True))
@@ -393,7 +395,12 @@ class LocalStrategy(DiscoStrategy):
     """
 
     transposes = True
-    columns, of_this_process = Strategy.columns, Strategy.of_this_process  # gathered only where they are used
+
+    def columns(self, side: Side) -> Side:
+        return side
+
+    def of_this_process(self, values: Tensor, counts: tuple[int, ...]) -> Tensor:
+        return values
 
     def gradients(self, block: GradientsBlock, x: Side, y: Side, want_x: bool, want_y: bool) -> Gradients:
         return super().gradients(block, x, super().columns(y), want_x, want_y)

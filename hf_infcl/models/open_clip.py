@@ -20,7 +20,7 @@ from .model_types import Pooling, SameEmbeddings, pads_texts
 from .open_clip_inputs import clip_tokenizer, image_processor, prepared
 from .open_clip_names import clean, from_open_clip, to_open_clip, transformers_config
 
-# Of sentence-transformers: its modules, the options of the first one, and those of all.
+# The files of sentence-transformers: its modules, the options of the first one, and those of all.
 SENTENCE_FILES = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
 
 

@@ -25,7 +25,7 @@ from ..processes.signals import ended_with_launcher
 from .contrastive import DIVISION, SEARCHED, ContrastiveOptions, muon_settings
 from .declaring import CHECKPOINTING, SCHEDULES_BY_METRIC, check_values, refuse, table_of_package
 
-# Of each kind, the conditions that must not hold together, and why.
+# By kind, the conditions that must not hold together, and why.
 REFUSALS: dict[str, dict[str, str]] = table_of_package("refusals")
 UNTRIED = 32  # the most pairs of a micro-batch where the memory is not known, as on a CPU
 _LEAST = 0.25  # of the pairs that fit: with smaller micro-batches a device is far from its rate

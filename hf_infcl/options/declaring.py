@@ -89,7 +89,7 @@ def option(default: object = None, *, aliases: Sequence[str] = (), **facts: Any)
     Args:
         default: its default; a list is copied for each instance. MISSING of `dataclasses` makes it required.
         aliases: further names of it on the command line, with their dashes.
-        facts: see `Facts`. What machines may set differently decides nothing.
+        facts: see `Facts`. Options that machines may set differently decide nothing.
     """
     declared = Facts(**{"decides": not facts.get("one_machine"), **facts})
     return field_of(default, {"facts": declared, "aliases": [*aliases]})

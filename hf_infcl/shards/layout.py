@@ -240,8 +240,8 @@ def tar_table(
 
     Its columns are the extensions of files that hold images, texts, integers (such as .cls) or arrays of integers
     (.npy), and the fields of the ``.json``; a field that is called like an extension is "json." and its name. If the
-    samples have one image each, of several extensions, it is in the column "image". What is wrong with a sample is in
-    the column `ERRORS`, if there is any such sample; the rest of a damaged shard is one.
+    samples have one image each, of several extensions, it is in the column "image". The column `ERRORS`
+    says what is wrong with samples, if there are such; the rest of a damaged shard is one.
 
     Args:
         shards: the path or URL to read, and the one to name, of each shard.
@@ -316,7 +316,7 @@ class _Samples:
         return values + [None] * (len(self.errors) - len(values))
 
     def image_columns(self) -> dict[str, str]:
-        """What the columns of images are called in the table, and here."""
+        """The names of the columns of images: in the table, and in ``values``."""
         plain = [name for name in self.images if name in IMAGE_EXTENSIONS]
         if len(plain) > 1 and not {"image", self._image_column} & {*self.images}:
             row = next(row for row, image in enumerate(self.values[_FIRST]) if image is not None)
@@ -351,7 +351,7 @@ class _Samples:
             values += [*[None] * (len(self.errors) - 1 - len(values)), value]
 
     def _contents(self, file: io.BufferedReader, extension: str, size: int) -> bytes | tuple[int, int]:
-        """What a file holds; the position and the size of what is no part of a table."""
+        """The contents of a file, or the position and size of one that is no part of a table."""
         small = size <= _LARGEST_TEXT or extension == "json"
         return file.read(size) if small and not self._holds_image(extension) else (file.tell(), size)
 
@@ -458,7 +458,7 @@ _IS_NOT = {
 
 
 def _kind(value: object) -> str | None:
-    """What a value is; None for one that is missing, which pandas writes as NaN."""
+    """The kind of a value; None for a missing one, which pandas writes as NaN."""
     if value is None or value != value:
         return None
     if isinstance(value, bool):

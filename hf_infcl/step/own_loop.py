@@ -245,7 +245,7 @@ class ExactContrastiveLoss(nn.Module):
         self._budget: GraphBudget | None = None
 
     def get_config_dict(self) -> dict[str, Any]:
-        """What sentence-transformers writes into the model card."""
+        """The settings that sentence-transformers writes into the model card."""
         names = ("scale", "mini_batch_size", "mini_batch_num_tokens", "directions", "partition_mode", "labels_are_ids")
         return {"similarity_fct": (_COSINE if self.normalizes else _DOT)[0], **{n: getattr(self, n) for n in names}}
 

@@ -32,7 +32,7 @@ SHARE = 1 / 4  # of the device's memory that a training may have taken until it 
 _INPUTS = ("pixel_values", "input_ids")
 _OTHERS = {*IMAGE_INPUTS, *TEXT_INPUTS, IMAGE_FEATURES, NO_TEXTS} - {*_INPUTS, "attention_mask"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_KNOWN = ("torch.", "transformers.", "hf_infcl.")  # what modules of others compute may depend on more than attributes
+_KNOWN = ("torch.", "transformers.", "hf_infcl.")  # modules of others may depend on more than their attributes
 
 logger = logging.get_logger(__name__)
 
@@ -41,8 +41,9 @@ class StepRecording:
     """Encodes windows of one micro-batch: those whose shapes come often it records, and from then on replays them.
 
     It records CLIP and SigLIP on one GPU, with texts that need no attention mask: nothing in their forward waits for
-    the device or depends on values. What a replay would leave out is computed as it is: hooks, and gradients of the
-    inputs. What it would not see ends the recordings: other modules, modes, rates of dropout, and places of weights.
+    the device or depends on values. A replay would leave out hooks and gradients of the inputs, so a window that has
+    them is computed as it is. Changes that it would not see end the recordings: other modules, modes, rates of dropout,
+    and weights that have moved.
 
     Args:
         wanted: whether the model is neither wrapped nor compiled by others, and trains.
@@ -108,7 +109,7 @@ class StepRecording:
         parts = self._model.modules[1:]
         foreign = any(not type(one).__module__.startswith(_KNOWN) or "forward" in vars(one) for one in parts)
         checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in self._model.modules)
-        # Such as those of batch norms, which the forwards before the recorded one would change, too.
+        # Buffers such as those of batch norms, which the forwards before the recorded one would change, too.
         counting = any(buffer.is_floating_point() for buffer in self._model.buffers())
         if large or foreign or checkpoints or counting or self._context.encoder.frozen_towers():
             return
@@ -165,6 +166,6 @@ class _Replayed(torch.autograd.Function):
         for own, gradient in zip(recording.output_gradients, gradients, strict=True):
             own.copy_(gradient)
         recording.backward.replay()
-        # In memory of their own: the next replay overwrites those of the recording, which a callback may have kept.
+        # They get memory of their own: a callback may keep them, and the next replay overwrites the recording's.
         found = [None if one is None else one.clone() for one in recording.gradients]
         return None, *(None for _ in recording.inputs), *found

@@ -188,8 +188,8 @@ class Evaluator:
             if isinstance(dataset, ZeroShotDataset):
                 batches.begin()  # workers load the first ones while prompts are encoded
                 self._classifier = class_vectors(dataset, self._context, self._processing_class)
-            # What `embed` returns has one width on all processes. To ask them for it, the loop would wait for the
-            # device after every batch. The widths of inputs may differ.
+            # The embeddings have one width on all processes. To ask them for it, the loop would wait for the device
+            # after every batch. The widths of inputs may differ.
             unpadded = patch.object(self._accelerator, "pad_across_processes", lambda tensor, **_: tensor)
             with nullcontext() if "inputs" in self._args.include_for_metrics else unpadded:
                 output = loop(batches)  # which calls `embed`

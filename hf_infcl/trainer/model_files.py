@@ -153,7 +153,7 @@ def saves_shards(accelerator: Accelerator) -> bool:
 def model_to_train(options: TrainedModelOptions, lora: LoraOptions, args: InfCLTrainingArguments) -> Loaded:
     """Loads the model of a training with its adapters, or with new ones if they are asked for.
 
-    Whatever is new is drawn from ``args.seed``, alike on all processes. Raises a ValueError if the model cannot be
+    New weights are drawn from ``args.seed``, alike on all processes. Raises a ValueError if the model cannot be
     loaded, or its adapters and the options do not go together.
     """
     new: Any = {"new_weights": options.new_weights or (), "seed": args.seed}

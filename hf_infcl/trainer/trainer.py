@@ -202,7 +202,7 @@ class InfCLTrainer(Trainer):
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Trainer's names without vectors and scalars: as in CLIP, only matrices decay, and never logit_scale.
 
-        Those in which a pattern of ``no_decay_parameters`` is found do not decay either; see `matching` for the errors.
+        Names in which a pattern of ``no_decay_parameters`` is found do not decay either; see `matching` for the errors.
         """
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         exempt = matching(trained, "no_decay_parameters", self.args.no_decay_parameters or ())
