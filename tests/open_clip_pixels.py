@@ -16,8 +16,8 @@ from helpers.open_clip_models import DIFFERENCES
 from matplotlib import get_data_path
 from PIL import Image
 
-from hf_infcl.data.collator import ImageTransform
 from hf_infcl.data.images import decode_rgb
+from hf_infcl.data.transforms import ImageTransform
 from hf_infcl.models.open_clip_inputs import image_processor
 
 PIXELS = DIFFERENCES.with_name("open_clip_pixels.csv")

@@ -27,9 +27,9 @@ from PIL import Image
 
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments
 from hf_infcl.data import ContrastiveCollator, ImageTextDataset, ImageTextStream
-from hf_infcl.data.collator import ImageTransform
 from hf_infcl.data.images import read_encoded
 from hf_infcl.data.pairs import as_pair_id
+from hf_infcl.data.transforms import ImageTransform
 from hf_infcl.models.dual_encoder import DualEncoder
 
 RED, GREEN = (255, 0, 0), (0, 255, 0)

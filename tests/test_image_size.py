@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset
-from hf_infcl.data.collator import set_image_size
+from hf_infcl.data.transforms import set_image_size
 from hf_infcl.models.adapters import config_for_images, merge_adapters, resize_images, with_adapters
 from hf_infcl.models.counting import count_operations
 from hf_infcl.models.dual_encoder import DualEncoder

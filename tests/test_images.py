@@ -24,10 +24,10 @@ from transformers.image_transforms import convert_to_rgb
 
 from hf_infcl.data import ContrastiveCollator, ImageTextDataset
 from hf_infcl.data import images as decoding
-from hf_infcl.data.collator import ImageTransform
 from hf_infcl.data.images import decode_rgb, to_rgb, transparency
 from hf_infcl.data.pairs import augment
 from hf_infcl.data.streams import ImageTextStream
+from hf_infcl.data.transforms import ImageTransform
 
 # Opaque, half transparent and fully transparent pixels of many colours.
 TRANSPARENT = np.random.default_rng(0).integers(0, 256, (20, 24, 4), dtype=np.uint8)

@@ -25,9 +25,10 @@ from torch.utils.data import DataLoader
 from hf_infcl.data import ImageTextStream, streams
 from hf_infcl.data.pairs import as_pair_id, caption_pair_id
 from hf_infcl.shards import opening, readers
+from hf_infcl.shards.lanes import Shard
 from hf_infcl.shards.layout import DamagedShardError
 from hf_infcl.shards.opening import find_shards, shard_names
-from hf_infcl.shards.readers import Columns, Shard, TarReader
+from hf_infcl.shards.readers import Columns, TarReader
 
 
 def numbers(items):

@@ -27,8 +27,8 @@ from ..data.pairs import usable_captions
 from ..evaluation.metrics import METRICS, SCORES
 from ..files.hub import hub_answers, hub_asked_once
 from ..files.text import aligned
-from ..shards.layout import KEY, SHARD, tar_table
 from ..shards.opening import existing_paths_are_literal
+from ..shards.tar_tables import KEY, SHARD, tar_table
 
 GROUPS: dict[str, tuple[str, ...]] = {}
 for _group, _names in yaml.safe_load(Path(__file__).with_name("benchmarks.yaml").read_text(encoding="utf-8")).items():

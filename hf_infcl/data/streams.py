@@ -1,6 +1,6 @@
 """Streams of image-text pairs from shards, whose items do not depend on the process or worker that reads them.
 
-The number L of lanes (`hf_infcl.shards.readers`) is a multiple of processes × workers and is fixed for the run.
+The number L of lanes (`hf_infcl.shards.lanes`) is a multiple of processes × workers and is fixed for the run.
 Micro-batch n of the run comes from lane n mod L and is created by worker (n div R) mod W of process n mod R. The
 sequence of micro-batches therefore does not depend on the number of processes R and of workers W, as long as R·W
 divides L. Each micro-batch carries the cursor of its lane, so a checkpoint stores the positions of the consumed
@@ -29,9 +29,10 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ..files.text import Url, counted, describe_cause, shortened, was_and_is
+from ..shards.lanes import LaneSource, Piece, SampleOrder, Shard
 from ..shards.layout import DamagedShardError, sample_key
 from ..shards.opening import ReadError, content_tag, digest, find_shards, open_shard, shard_names
-from ..shards.readers import Columns, LaneSource, Piece, Sample, SampleOrder, Shard, reader_of
+from ..shards.readers import Columns, Sample, reader_of
 from .collator import DataCollator
 from .images import BadSampleError, decode_rgb
 from .pairs import MAX_BAD, Augmentation, PairSource, augment, usable_captions

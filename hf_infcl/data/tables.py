@@ -17,9 +17,10 @@ from ..files.hub import not_there
 from ..files.text import Url, written_otherwise
 from ..files.whole import check_pulled
 from ..shards import opening
-from ..shards.layout import IMAGE_EXTENSIONS, tar_table
+from ..shards.layout import IMAGE_EXTENSIONS
 from ..shards.opening import KINDS_OF_FILES, dataset_builder, existing_part, kind_of_file, open_shard
 from ..shards.readers import holds_images, is_value
+from ..shards.tar_tables import tar_table
 from .images import find_column
 
 if TYPE_CHECKING:

@@ -11,9 +11,10 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers.utils import logging
 
 from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream, ZeroShotDataset
-from ..data.collator import DataCollator, set_image_size
+from ..data.collator import DataCollator
 from ..data.replay import Replayed
 from ..data.store import all_parts, check_has_rows, most_captions
+from ..data.transforms import set_image_size
 from ..models.adapters import beside_adapters, has_adapters, resize_images
 from ..models.dual_encoder import DualEncoder, check_patches
 from ..models.layers import can_fuse, fuse_layers
