@@ -356,7 +356,7 @@ def test_the_committed_tables_are_those_of_the_committed_rows(module, tmp_path, 
     nothing = [tables.optimizers, tables.averages, tables.growing_batches, tables.fewer_tokens, tables.cost]
     assert {table([]) for table in nothing} == {""}
     assert tables.wrong_and_taught(tables.wrong_and_taught_rows(tmp_path / "none.csv")) == ""
-    assert {c.steps for c in tables.at_fixed_steps(rows).values()} == {576}
+    assert {c.steps for c in tables.at_fixed_steps(rows, 576)} == {576}
 
 
 def test_a_rate_at_an_edge_has_a_star_and_a_batch_that_grows_its_sizes(module):
@@ -397,7 +397,7 @@ def test_objectives_stand_beside_plain_softmax_of_as_many_steps(module):
         ["| 4,096", "576", "softmax", "no"],
         ["| 4,096", "576", "softmax", "yes"],
     ]
-    assert [c.steps for c in tables.at_fixed_samples(rows, 589_824).values()] == [1152, 144]
+    assert [c.steps for c in tables.of_batches(rows, samples=589_824)] == [1152, 144]
     muon = row("9_optimizers", 512, 589_824, objective="sigmoid", optimizer="muon")
     assert tables.losses_of_optimizers([*rows, muon]).count("sigmoid") == 2
     assert "softmax" not in tables.losses_of_optimizers([*rows, muon]), "Muon has no such row of that batch"

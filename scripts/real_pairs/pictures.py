@@ -13,7 +13,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from PIL import Image, ImageDraw, ImageFont
 
 from . import tables
-from .tables import FIXED_SAMPLES, FIXED_STEPS, OPTIMIZERS, STYLE, Row, Setting, at_fixed_samples, at_fixed_steps
+from .tables import FIXED_SAMPLES, FIXED_STEPS, OPTIMIZERS, STYLE, Row, Setting, at_fixed_steps, of_batches
 
 BLUE, VERMILION, GREEN, PURPLE, ORANGE = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"  # Okabe and Ito
 SKY = "#56B4E9"
@@ -35,10 +35,10 @@ def draw_global_batch(rows: list[Row], path: Path, shown: str, title_of_axis: st
     figure, (axes,) = panels(1, 2)
     for axis, (optimizer, name) in zip(axes, OPTIMIZERS.items(), strict=True):
         for steps, colour, form in zip(FIXED_STEPS, (BLUE, PURPLE, GREEN), "ovD", strict=True):
-            found = at_fixed_steps(rows, steps, optimizer)
-            draw_batches(axis, found, shown, "InfCLTrainer", (f"one loss, {steps:,} steps", colour, f"{form}-"))
-        of_parts = (f"losses over 256, {FIXED_STEPS[0]} steps", VERMILION, "s")
-        draw_batches(axis, at_fixed_steps(rows, FIXED_STEPS[0], optimizer), shown, "Trainer", of_parts)
+            found = at_fixed_steps(rows, steps, optimizer=optimizer, method="InfCLTrainer")
+            draw_batches(axis, found, shown, f"one loss, {steps:,} steps", colour, f"{form}-")
+        found = at_fixed_steps(rows, FIXED_STEPS[0], optimizer=optimizer, method="Trainer")
+        draw_batches(axis, found, shown, f"losses over 256, {FIXED_STEPS[0]} steps", VERMILION, "s")
         axis.set_xscale("log", base=2)
         axis.set_xticks(BATCHES_SHOWN, [f"{batch:,}" for batch in BATCHES_SHOWN])
         axis.set(xlabel="pairs in a step", xlim=(220, 4800), title=name)
@@ -52,33 +52,33 @@ def draw_global_batch(rows: list[Row], path: Path, shown: str, title_of_axis: st
 
 def draw_optimizers(rows: list[Row], path: Path) -> None:
     """Recall in another style with each optimizer, against the batch and, where steps were timed, against the time."""
-    if not any(at_fixed_samples(rows, samples, "muon") for samples in FIXED_SAMPLES):
+    if not any(of_batches(rows, samples=samples, optimizer="muon") for samples in FIXED_SAMPLES):
         return
     were_timed = any(row["experiment"] == tables.COST_OF_OPTIMIZERS for row in rows)
     figure, (axes,) = panels(1, 2 if were_timed else 1)
     words = {"textcoords": "offset points", "fontsize": 8}
     for optimizer, colour in (("muon", VERMILION), ("adamw", BLUE)):
         for samples, form in zip(reversed(FIXED_SAMPLES), ("D--", "o-"), strict=True):
-            of_these = at_fixed_samples(rows, samples, optimizer)
-            found = {s: c for s, c in of_these.items() if c.batch in BATCHES_SHOWN}
+            of_these = of_batches(rows, samples=samples, optimizer=optimizer, method="InfCLTrainer")
+            found = [c for c in of_these if c.batch in BATCHES_SHOWN]
             name = f"{OPTIMIZERS[optimizer]}, {samples / 1e6:.1f} million samples"
-            draw_batches(axes[0], found, STYLE, "InfCLTrainer", (name, colour, form))
-            points = timed(rows, {s: c for s, c in found.items() if s.method == "InfCLTrainer"}, samples)
+            draw_batches(axes[0], found, STYLE, name, colour, form)
+            points = timed(rows, found, samples)
             if points:
                 axes[1].plot(*zip(*points, strict=True), form, color=colour)
-            for place, (_, c) in points.items():
+            for place, c in points.items():
                 if len(c.ended) == 1:
                     axes[1].plot(*place, form[0], color=colour, mfc="white", zorder=3)
                 side, offset = ("right", (-5, 7)) if samples == max(FIXED_SAMPLES) else ("left", (4, -11))
                 axes[1].annotate(f"{c.batch:,}", place, offset, **words, color=colour, ha=side)
         grown = tables.configurations(rows, tables.GROWING_BATCH, optimizer=optimizer)
-        for place, (setting, _) in timed(rows, grown, FIXED_SAMPLES[0]).items():
-            sizes = list(tables.stages_of(setting))
+        for place, c in timed(rows, grown, FIXED_SAMPLES[0]).items():
+            sizes = list(tables.stages_of(c.setting))
             axes[1].plot(*place, "*", color=colour, ms=10, zorder=4)
             axes[1].annotate(f"{sizes[0]:,} to {sizes[-1]:,}", place, (-16, 2), **words, color=colour, ha="right")
-        of_parts = {s: c for s, c in at_fixed_samples(rows, FIXED_SAMPLES[0], optimizer).items() if s.batch == 1024}
+        of_parts = of_batches(rows, samples=FIXED_SAMPLES[0], optimizer=optimizer, batch=1024, method="Trainer")
         name = f"{OPTIMIZERS[optimizer]}, 0.6 million, four losses over 256"
-        draw_batches(axes[0], of_parts, STYLE, "Trainer", (name, colour, "s"))
+        draw_batches(axes[0], of_parts, STYLE, name, colour, "s")
     axes[0].set_xscale("log", base=2)
     axes[0].set_xticks(BATCHES_SHOWN, [f"{batch:,}" for batch in BATCHES_SHOWN])
     axes[0].set(xlabel="pairs in a step", ylabel="recall@1, known concepts in another style, %", ylim=(-3, None))
@@ -94,20 +94,18 @@ def draw_optimizers(rows: list[Row], path: Path) -> None:
     figure.savefig(path)
 
 
-def timed(rows: list[Row], found: tables.Found, samples: float) -> dict[tuple[float, float], tuple[Setting, Any]]:
+def timed(rows: list[Row], found: tables.Found, samples: float) -> dict[tuple[float, float], tables.Configuration]:
     """The trainings whose steps were timed, by their seconds and their mean recall in another style in per cent."""
-    times = ((tables.seconds_alone(rows, setting, samples), setting, c) for setting, c in found.items())
-    return {(time, 100 * statistics.mean(c.values(STYLE))): (s, c) for time, s, c in times if time is not None}
+    times = ((tables.seconds_alone(rows, c.setting, samples), c) for c in found)
+    return {(time, 100 * statistics.mean(c.values(STYLE))): c for time, c in times if time is not None}
 
 
-def draw_batches(axis: Any, found: tables.Found, shown: str, method: str, style: tuple[str, str, str]) -> None:
+def draw_batches(axis: Any, found: tables.Found, shown: str, name: str, colour: str, form: str) -> None:
     """Mean and deviation of a trainer's runs against the batch, with a name for the legend, a colour and a form."""
-    name, colour, form = style
-    several = [c for setting, c in found.items() if setting.method == method]
-    values = [[100 * v for v in c.values(shown)] for c in several]
-    if not values:
+    if not found:
         return
-    batches, means = [c.batch for c in several], [statistics.mean(v) for v in values]
+    values = [[100 * v for v in c.values(shown)] for c in found]
+    batches, means = [c.batch for c in found], [statistics.mean(v) for v in values]
     errors = [statistics.stdev(v) if len(v) > 1 else 0 for v in values]
     axis.errorbar(batches, means, errors, fmt=form, color=colour, capsize=3, label=name)
     once = [(batch, v[0]) for batch, v in zip(batches, values, strict=True) if len(v) == 1]
@@ -129,13 +127,12 @@ def draw_curves(rows: list[Row], path: Path) -> None:
     }
     figure, axes = panels(2, 2)
     for (against_samples, against_time), number in zip(axes, FIXED_SAMPLES, strict=True):
-        found = at_fixed_samples(rows, number)
-        for setting, configuration in found.items():
-            key = setting.method, configuration.batch
-            if key not in shown or (key == ("InfCLTrainer", 256) and ("Trainer", 256) in {s[:2] for s in found}):
-                continue  # the two are one training, but for rounding
+        found = {(c.setting.method, c.batch): c for c in of_batches(rows, samples=number, optimizer="adamw")}
+        if ("Trainer", 256) in found:
+            found.pop(("InfCLTrainer", 256), None)  # the two are one training, but for rounding
+        for key in filter(shown.__contains__, found):
             name, colour, marker = shown[key]
-            by_point = grouped(configuration.points, lambda row: row["samples_seen"])
+            by_point = grouped(found[key].points, lambda row: row["samples_seen"])
             samples = np.array(sorted(by_point))
             recalls = [[100 * tables.value(row, STYLE) for row in by_point[s]] for s in samples]
             means, low, high = (np.array([f(r) for r in recalls]) for f in (statistics.mean, min, max))
@@ -171,10 +168,7 @@ def draw_fronts(rows: list[Row], path: Path) -> None:
         "full, replay_share 0.5, AdamW": ("replay, a half", VERMILION, "P"),
         "full, replay_share 0.5, Muon": ("replay, a half, Muon", VERMILION, "P"),
     }
-    found = {
-        base: {tables.name_of_way(setting): front for setting, front in tables.fronts(rows, base).items()}
-        for base in ("AdamW", "Muon")
-    }
+    found = {base: {front.way: front for front in tables.fronts(rows, base)} for base in ("AdamW", "Muon")}
     found = {base: of_base for base, of_base in found.items() if of_base}
     if not found:
         return
@@ -238,10 +232,10 @@ def draw_examples(rows: list[Row], corpus: Path, path: Path) -> None:
         Setting("Trainer", 4096, "softmax", False): "16 losses over 256 in a step",
         Setting("InfCLTrainer", 4096, "softmax", False): "one loss over 4,096 in a step",
     }
-    found = at_fixed_steps(rows)
+    found = {c.setting: c.ended for c in at_fixed_steps(rows, FIXED_STEPS[0])}
     best = {}
     for setting, title in shown.items():
-        told = [row["vendor_examples"] for row in found[setting].ended] if setting in found else []
+        told = [row["vendor_examples"] for row in found.get(setting, ())]
         if not any(told):  # it has not run, or in a version that did not keep them
             return
         best[title] = json.loads(next(filter(None, told)))

@@ -105,6 +105,14 @@ class Configuration:
         self.batch = int(ended[0]["batch"])
 
     @property
+    def setting(self) -> Setting:
+        return Setting.of(self.ended[0])
+
+    @property
+    def optimizer(self) -> str:
+        return OPTIMIZERS[self.setting.optimizer]
+
+    @property
     def rate_cell(self) -> str:
         """The learning rate; a star if no smaller or no greater one was tried."""
         at_edge = len(self.by_rate) > 1 and self.rate in (min(self.by_rate), max(self.by_rate))
@@ -132,30 +140,28 @@ class Configuration:
         return [self.rate_cell, str(len(self.ended)), *(self.cell(figure) for figure in figures or FIGURES)]
 
 
-Found = dict[Setting, Configuration]
+Found = list[Configuration]
 
 
 def configurations(rows: Iterable[Row], *experiments: str, **wanted: Any) -> Found:
     """The configurations of the experiments with these values, `Trainer` first, then the small batches."""
-    of_these = (row for row in rows if row["experiment"] in experiments)
-    chosen = (row for row in of_these if all(row.get(name) == value for name, value in wanted.items()))
-    groups = grouped(chosen, Setting.of)
-    complete = {key: found for key, found in groups.items() if any(row["finished"] for row in found)}
-    return {key: Configuration(complete[key]) for key in sorted(complete, key=lambda key: (key[0] != "Trainer", key))}
+
+    def is_wanted(row: Row) -> bool:
+        values = row | Setting.of(row)._asdict()
+        return row["experiment"] in experiments and all(values[name] == value for name, value in wanted.items())
+
+    groups = grouped(filter(is_wanted, rows), Setting.of).values()
+    complete = [Configuration(found) for found in groups if any(row["finished"] for row in found)]
+    return sorted(complete, key=lambda c: (c.setting.method != "Trainer", c.setting))
 
 
-def of_batches(rows: Iterable[Row], optimizer: str, **wanted: Any) -> Found:
+def of_batches(rows: Iterable[Row], **wanted: Any) -> Found:
     """The trainings with CLIP's loss that differ in the batch."""
-    found = configurations(rows, *BATCHES, objective="softmax", **wanted)
-    return {setting: c for setting, c in found.items() if setting.optimizer == optimizer}
+    return configurations(rows, *BATCHES, objective="softmax", **wanted)
 
 
-def at_fixed_steps(rows: Iterable[Row], steps: int = FIXED_STEPS[0], optimizer: str = "adamw") -> Found:
-    return of_batches((row for row in rows if row["samples"] == steps * row["batch"]), optimizer)
-
-
-def at_fixed_samples(rows: Iterable[Row], samples: float, optimizer: str = "adamw") -> Found:
-    return of_batches(rows, optimizer, samples=samples)
+def at_fixed_steps(rows: Iterable[Row], steps: int, **wanted: Any) -> Found:
+    return of_batches((row for row in rows if row["samples"] == steps * row["batch"]), **wanted)
 
 
 def stages_of(setting: Setting) -> dict[int, float]:
@@ -198,34 +204,34 @@ def tunings(rows: list[Row], base: str) -> Found:
     of_these = [row for row in rows if row["experiment"] in experiments and not row.get("path")]
     kept = [row for row in of_these if row["way"] != "base" or row["experiment"] == first]
     last = {(Setting.of(row), row["learning_rate"], row["seed"]): row for row in kept}
-    found = configurations(last.values(), *experiments)
-    return {setting: found[setting] for setting in sorted(found, key=lambda setting: setting.way != "base")}
+    return sorted(configurations(last.values(), *experiments), key=lambda c: c.setting.way != "base")
 
 
 class Front(NamedTuple):
     """What is kept and gained between the start and the end of a fine-tuning, by the path, "line" or "depth", and α."""
 
+    way: str
     points: dict[tuple[str, float], tuple[float, float]]
     seeds: int
 
 
-def fronts(rows: list[Row], base: str) -> dict[Setting, Front]:
-    """For each fine-tuning of a base that was averaged with it, at its best rate: means over the seeds in per cent."""
+def fronts(rows: list[Row], base: str) -> list[Front]:
+    """Each fine-tuning of a base that was averaged with it, at its best rate: means over the seeds in per cent."""
     averaged = [row for row in rows if row.get("path") and row["experiment"] in TUNINGS[base]]
     experiments = {row["experiment"] for row in averaged}
     of_these = [row for row in rows if row["experiment"] in experiments and not row.get("path")]
     starts = [row for row in of_these if row["way"] == "base"]
-    found: dict[Setting, Front] = {}
-    for setting, configuration in configurations(of_these, *experiments).items():
-        ends = configuration.ended
-        mine = [row for row in averaged if row["learning_rate"] == configuration.rate and Setting.of(row) == setting]
+    found = []
+    for c in configurations(of_these, *experiments):
+        mine = [row for row in averaged if row["learning_rate"] == c.rate and Setting.of(row) == c.setting]
         if not mine:
             continue
-        seeds = {row["seed"] for row in ends}
+        seeds = {row["seed"] for row in c.ended}
         groups = grouped(sorted(mine, key=lambda row: row["alpha"]), lambda row: (row["path"], row["alpha"]))
         points = {("line", 0.0): _kept_and_gained([r for r in starts if r["seed"] in seeds])}
         points |= {place: _kept_and_gained(same) for place, same in groups.items()}
-        found[setting] = Front({**points, ("line", 1.0): _kept_and_gained(ends)}, len(seeds))
+        points["line", 1.0] = _kept_and_gained(c.ended)
+        found.append(Front(name_of_way(c.setting), points, len(seeds)))
     return found
 
 
@@ -248,16 +254,16 @@ def name_of_way(setting: Setting) -> str:
 
 def global_batch(rows: list[Row]) -> str:
     body = [
-        [f"{samples:,}", label(setting), f"{c.steps:,}", *c.cells()]
+        [f"{samples:,}", label(c.setting), f"{c.steps:,}", *c.cells()]
         for samples in FIXED_SAMPLES
-        for setting, c in at_fixed_samples(rows, samples).items()
+        for c in of_batches(rows, samples=samples, optimizer="adamw")
     ]
     return markdown(["samples", "", "steps", *COLUMNS, *FIGURES], body)
 
 
 def rates(rows: list[Row]) -> str:
     """The validation scores of the linear and the square-root rule, from the tuned rate of the batch of 256 on."""
-    found = {c.batch: c for s, c in at_fixed_samples(rows, FIXED_SAMPLES[0]).items() if s.method == "InfCLTrainer"}
+    found = {c.batch: c for c in of_batches(rows, samples=FIXED_SAMPLES[0], optimizer="adamw", method="InfCLTrainer")}
     if 256 not in found:
         return ""
     body = []
@@ -274,28 +280,24 @@ def rates(rows: list[Row]) -> str:
 
 def fixed_steps(rows: list[Row]) -> str:
     body = [
-        [f"{steps:,}", label(setting), name, f"{c.steps * c.batch:,}", *c.cells()]
+        [f"{steps:,}", label(c.setting), c.optimizer, f"{c.steps * c.batch:,}", *c.cells()]
         for steps in FIXED_STEPS
-        for optimizer, name in OPTIMIZERS.items()
-        for setting, c in at_fixed_steps(rows, steps, optimizer).items()
+        for optimizer in OPTIMIZERS
+        for c in at_fixed_steps(rows, steps, optimizer=optimizer)
     ]
     return markdown(["steps", "", "optimizer", "samples", *COLUMNS, *FIGURES], body) if len(body) > 1 else ""
 
 
-def of_every_size(rows: list[Row], optimizer: str = "adamw") -> list[tuple[Setting, Configuration]]:
-    """The trainings that differ in the batch, of the fewest samples first."""
+def of_every_size(rows: list[Row]) -> Found:
+    """The trainings that differ in the batch, of the fewest samples first, with each optimizer."""
     sizes = sorted({row["samples"] for row in rows if row["experiment"] in BATCHES})
-    return [pair for samples in sizes for pair in at_fixed_samples(rows, samples, optimizer).items()]
+    return [c for name in OPTIMIZERS for samples in sizes for c in of_batches(rows, samples=samples, optimizer=name)]
 
 
 def steps_and_batch(rows: list[Row], figure: str) -> str:
     """The figure of one loss over the batch: a line for each number of steps, a column for each batch."""
-    found = {
-        (name, c.steps, c.batch): c
-        for optimizer, name in OPTIMIZERS.items()
-        for setting, c in of_every_size(rows, optimizer)
-        if setting.method == "InfCLTrainer"
-    }
+    ours = (c for c in of_every_size(rows) if c.setting.method == "InfCLTrainer")
+    found = {(c.optimizer, c.steps, c.batch): c for c in ours}
     batches = sorted({batch for _, _, batch in found})
     body = []
     for name, steps in sorted({(name, steps) for name, steps, _ in found}):
@@ -307,9 +309,8 @@ def steps_and_batch(rows: list[Row], figure: str) -> str:
 def directions(rows: list[Row]) -> str:
     """Images found by captions and captions by images, of the trainings that differ in the batch."""
     body = [
-        [label(setting), name, f"{c.steps:,}", f"{c.steps * c.batch:,}", *c.cells(*DIRECTIONS)]
-        for optimizer, name in OPTIMIZERS.items()
-        for setting, c in of_every_size(rows, optimizer)
+        [label(c.setting), c.optimizer, f"{c.steps:,}", f"{c.steps * c.batch:,}", *c.cells(*DIRECTIONS)]
+        for c in of_every_size(rows)
     ]
     return markdown(["", "optimizer", "steps", "samples", *COLUMNS, *DIRECTIONS], body)
 
@@ -320,16 +321,11 @@ def optimizers(rows: list[Row]) -> str:
         return ""
     body = []
     for samples in FIXED_SAMPLES:
-        found = {
-            (c.batch, optimizer): c
-            for optimizer in OPTIMIZERS
-            for setting, c in at_fixed_samples(rows, samples, optimizer).items()
-            if setting.method == "InfCLTrainer"
-        }
+        found = {(c.batch, c.optimizer): c for c in of_batches(rows, samples=samples, method="InfCLTrainer")}
         for batch in sorted({batch for batch, _ in found}):
             line = [f"{samples:,}", f"{batch:,}", f"{samples // batch:,}"]
-            for optimizer in OPTIMIZERS:
-                c = found.get((batch, optimizer))
+            for name in OPTIMIZERS.values():
+                c = found.get((batch, name))
                 line += c.cells(STYLE, CONCEPTS) if c else [""] * 4
             body.append(line)
     figures = [f"{name}: {column}" for name in OPTIMIZERS.values() for column in (*COLUMNS, STYLE, CONCEPTS)]
@@ -339,24 +335,22 @@ def optimizers(rows: list[Row]) -> str:
 def rates_of_muon(rows: list[Row]) -> str:
     body = []
     for samples in FIXED_SAMPLES:
-        for setting, c in at_fixed_samples(rows, samples, "muon").items():
-            body += of_each_rate([f"{samples:,}", label(setting)], c, STYLE, CONCEPTS)
+        for c in of_batches(rows, samples=samples, optimizer="muon"):
+            body += of_each_rate([f"{samples:,}", label(c.setting)], c, STYLE, CONCEPTS)
     return markdown(["samples", "", *COLUMNS, VALIDATION, STYLE, CONCEPTS], body)
 
 
 def growing_batches(rows: list[Row]) -> str:
     """Batches that grow beside constant ones on the same samples."""
-    body = []
-    for optimizer, name in OPTIMIZERS.items():
-        constant = at_fixed_samples(rows, FIXED_SAMPLES[0], optimizer)
-        found = {setting: c for setting, c in constant.items() if setting.method == "InfCLTrainer"}
-        found |= configurations(rows, GROWING_BATCH, optimizer=optimizer)
-        for setting, c in found.items():
-            seconds = seconds_alone(rows, setting, FIXED_SAMPLES[0])
-            time = "" if seconds is None else f"{seconds:.0f} s"
-            body.append([label(setting), name, f"{c.steps:,}", time, *c.cells(STYLE, CONCEPTS)])
     if not configurations(rows, GROWING_BATCH):
         return ""
+    body = []
+    for optimizer, name in OPTIMIZERS.items():
+        constant = of_batches(rows, samples=FIXED_SAMPLES[0], optimizer=optimizer, method="InfCLTrainer")
+        for c in constant + configurations(rows, GROWING_BATCH, optimizer=optimizer):
+            seconds = seconds_alone(rows, c.setting, FIXED_SAMPLES[0])
+            time = "" if seconds is None else f"{seconds:.0f} s"
+            body.append([label(c.setting), name, f"{c.steps:,}", time, *c.cells(STYLE, CONCEPTS)])
     return markdown(["pairs in a step", "optimizer", "steps", "time of the steps", *COLUMNS, STYLE, CONCEPTS], body)
 
 
@@ -365,20 +359,18 @@ def fewer_tokens(rows: list[Row]) -> str:
     tried = configurations(rows, FEWER_TOKENS)
     if not tried:
         return ""
-    batch, optimizer = next((setting.batch, setting.optimizer) for setting in tried)
-    plain = at_fixed_samples(rows, FIXED_SAMPLES[0], optimizer).items()
-    found = {setting: c for setting, c in plain if (setting.method, setting.batch) == ("InfCLTrainer", batch)} | tried
+    same = {"method": "InfCLTrainer", "batch": tried[0].batch, "optimizer": tried[0].setting.optimizer}
     cost = {row.get("options", ""): row for row in rows if row["experiment"] == COST_OF_TOKENS}
     body = []
-    for setting, c in found.items():
+    for c in of_batches(rows, samples=FIXED_SAMPLES[0], **same) + tried:
         # The last steps see all tokens; most steps take what those without them take.
-        options = json.loads(setting.options or "{}")
+        options = json.loads(c.setting.options or "{}")
         last = options.pop("full_tokens_last", None)
-        timed = None if setting.way else cost.get(json.dumps(options) if options else "")
+        timed = None if c.setting.way else cost.get(json.dumps(options) if options else "")
         per_step = "" if timed is None else f"{1000 * timed['seconds'] / timed['steps']:.1f} ms"
         memory = "" if timed is None else f"{timed['peak_gib']:.1f} GiB"
         of_options = (f"`{n}` {' '.join(v) if isinstance(v, list) else v}" for n, v in options.items())
-        name = setting.way or ", ".join(of_options)
+        name = c.setting.way or ", ".join(of_options)
         name += f", all in the last {last:.0%} of the steps" if last else ""
         body.append([name or "all tokens", f"{c.steps:,}", per_step, memory, *c.cells(STYLE, CONCEPTS)])
     return markdown(["", "steps", "a step", "its memory", *COLUMNS, STYLE, CONCEPTS], body)
@@ -387,32 +379,28 @@ def fewer_tokens(rows: list[Row]) -> str:
 def losses_of_optimizers(rows: list[Row]) -> str:
     """Losses over parts of the batch, and SigLIP's loss, beside CLIP's loss over the batch, with each optimizer."""
     experiments = (*BATCHES, "3_objectives")
-    with_muon = configurations(rows, "9_optimizers", optimizer="muon")
-    others = {s for s in with_muon if s.method == "Trainer" or s.objective == "sigmoid"}
-    sizes = {
-        (row["samples"], row["batch"]) for row in rows if row["experiment"] in experiments and Setting.of(row) in others
-    }
+    with_muon = {c.setting for c in configurations(rows, "9_optimizers", optimizer="muon")}
+    others = {setting for setting in with_muon if setting.method == "Trainer" or setting.objective == "sigmoid"}
+    of_others = [row for row in rows if row["experiment"] in experiments and Setting.of(row) in others]
     body = []
-    for samples, batch in sorted(sizes):
+    for samples, batch in sorted({(row["samples"], row["batch"]) for row in of_others}):
         found = configurations(rows, *experiments, samples=samples, batch=batch, pair_ids=False)
-        wanted = {(s.method, s.objective) for s in found if s.optimizer == "muon"}
-        for setting, c in found.items():
-            if (setting.method, setting.objective) in wanted:
-                of_run = [f"{label(setting)}, {setting.objective}", f"{c.steps:,}", f"{samples:,.0f}"]
-                body.append([*of_run, OPTIMIZERS[setting.optimizer], *c.cells(STYLE, CONCEPTS)])
+        wanted = {(c.setting.method, c.setting.objective) for c in found if c.setting.optimizer == "muon"}
+        for c in found:
+            if (c.setting.method, c.setting.objective) in wanted:
+                of_run = [f"{label(c.setting)}, {c.setting.objective}", f"{c.steps:,}", f"{samples:,.0f}"]
+                body.append([*of_run, c.optimizer, *c.cells(STYLE, CONCEPTS)])
     return markdown(["", "steps", "samples", "optimizer", *COLUMNS, STYLE, CONCEPTS], body)
 
 
 def objectives(rows: list[Row]) -> str:
     """The settings of 3_objectives beside plain softmax with as many pairs in a step and as many samples."""
-    kept = [row for row in rows if row["experiment"] in ("1_global_batch", "2_fixed_steps", "3_objectives")]
+    experiments = ("1_global_batch", "2_fixed_steps", "3_objectives")
     body = []
-    for batch, samples in sorted({(r["batch"], r["samples"]) for r in kept if r["experiment"] == "3_objectives"}):
-        same = [row for row in kept if row["samples"] == samples]
-        found = configurations(same, *{row["experiment"] for row in same}, method="InfCLTrainer", batch=batch)
-        for setting, c in found.items():
-            ids = "yes" if setting.pair_ids else "no"
-            body.append([f"{c.batch:,}", f"{c.steps:,}", setting.objective, ids, *c.cells()])
+    for batch, samples in sorted({(r["batch"], r["samples"]) for r in rows if r["experiment"] == "3_objectives"}):
+        for c in configurations(rows, *experiments, method="InfCLTrainer", batch=batch, samples=samples):
+            ids = "yes" if c.setting.pair_ids else "no"
+            body.append([f"{c.batch:,}", f"{c.steps:,}", c.setting.objective, ids, *c.cells()])
     return markdown(["batch", "steps", "loss", "`pair_ids`", *COLUMNS, *FIGURES], body)
 
 
@@ -432,19 +420,20 @@ def of_each_rate(name: Sequence[str], configuration: Configuration, *figures: st
 
 def several_captions(rows: list[Row]) -> str:
     body = []
-    for setting, c in configurations(rows, "6_several_captions").items():
-        body += of_each_rate([positives(setting)], c, *FIGURES)
+    for c in configurations(rows, "6_several_captions"):
+        body += of_each_rate([positives(c.setting)], c, *FIGURES)
     return markdown(["per image", *COLUMNS, VALIDATION, *FIGURES], body)
 
 
 def hard_negatives(rows: list[Row]) -> str:
     """How often an image is nearer to its caption than to the swapped one, beside the recalls."""
     found = configurations(rows, "6_several_captions", "7_hard_negatives", pair_ids=False)
+    tried = {c.setting for c in found if c.setting.negatives}
     figures = (*SWAPS, STYLE, CONCEPTS)
     body = []
-    for setting, c in found.items():
-        if setting._replace(negatives=True) in found:
-            body += of_each_rate([positives(setting), "yes" if setting.negatives else "no"], c, *figures)
+    for c in found:
+        if c.setting._replace(negatives=True) in tried:
+            body += of_each_rate([positives(c.setting), "yes" if c.setting.negatives else "no"], c, *figures)
     head = ["per image", "swapped captions in training", *COLUMNS, VALIDATION, *figures]
     return markdown(head, body)
 
@@ -454,8 +443,8 @@ def fine_tuning(rows: list[Row]) -> str:
     figures = (CONCEPTS, STYLE, "zero-shot, other style")
     body = []
     for base in TUNINGS:
-        for setting, c in tunings(rows, base).items():
-            name = "before the fine-tuning" if setting.way == "base" else name_of_way(setting)
+        for c in tunings(rows, base):
+            name = "before the fine-tuning" if c.setting.way == "base" else name_of_way(c.setting)
             body += of_each_rate([base, name], c, *figures)
     heads = ["clip art: validation", "clip art: new concepts, R@5", "emoji: other style, R@1", "emoji: zero-shot"]
     return markdown(["base", "", *COLUMNS, *heads], body)
@@ -463,14 +452,14 @@ def fine_tuning(rows: list[Row]) -> str:
 
 def averages(rows: list[Row]) -> str:
     """What is kept (emoji: other style, R@1) and gained (clip art: new concepts, R@5) between start and end."""
-    found = [(base, setting, front) for base in TUNINGS for setting, front in fronts(rows, base).items()]
+    found = [(base, front) for base in TUNINGS for front in fronts(rows, base)]
     if not found:
         return ""
-    columns = sorted(found[0][2].points, key=lambda place: place[0] != "line")
+    columns = sorted(found[0][1].points, key=lambda place: place[0] != "line")
     body = []
-    for base, setting, front in found:
+    for base, front in found:
         told = (f"{kept:.1f} / {gained:.1f}" for kept, gained in map(front.points.__getitem__, columns))
-        body.append([base, name_of_way(setting), str(front.seeds), *told])
+        body.append([base, front.way, str(front.seeds), *told])
     heads = [f"α = {alpha:g}" if path == "line" else f"by depth, {alpha:g}" for path, alpha in columns]
     return markdown(["base", "kept / gained", "seeds", *heads], body)
 
