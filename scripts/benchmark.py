@@ -32,12 +32,8 @@ def main() -> None:
     )
     parser.add_argument("benchmark", choices=BENCHMARKS)
     name = parser.parse_args(sys.argv[1:2]).benchmark
-    module = importlib.import_module(f"benchmarks.{name}")
-    command = argparse.ArgumentParser(
-        prog=f"benchmark.py {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    module.add_arguments(command)
-    module.run(command.parse_args(sys.argv[2:]))
+    common = importlib.import_module("benchmarks.common")
+    common.run_benchmark(importlib.import_module(f"benchmarks.{name}"), sys.argv[2:])
 
 
 if __name__ == "__main__":

@@ -218,9 +218,7 @@ def test_a_row_names_its_commit(script, monkeypatch):
 
 def measure(benchmark: Any, *words: Any) -> list[dict[str, str]]:
     """Runs a module of benchmarks/ in this process; returns the rows, if --output is the last option."""
-    parser = argparse.ArgumentParser()
-    benchmark.add_arguments(parser)
-    benchmark.run(parser.parse_args([*map(str, words)]))
+    benchmark.common.run_benchmark(benchmark, [*map(str, words)])
     return rows_of(words[-1]) if "--output" in words else []
 
 

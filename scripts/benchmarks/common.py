@@ -1,5 +1,6 @@
 """Helpers that several benchmarks share: processes, inputs, timing, rows of a CSV, and the style of plots."""
 
+import argparse
 import collections
 import csv
 import datetime
@@ -24,6 +25,23 @@ MIB, GIB = 2**20, 2**30
 
 Row = dict[str, Any]
 T = TypeVar("T")
+
+
+def run_benchmark(module: Any, words: Sequence[str]) -> None:
+    """Appends the rows that a module of benchmarks yields to a CSV, and draws its plot of the newest ones, if any."""
+    name = module.__name__.rpartition(".")[2]
+    parser = argparse.ArgumentParser(
+        prog=f"benchmark.py {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, default=RESULTS / f"{name}.csv", help="appended to; plot beside it")
+    module.add_arguments(parser)
+    args = parser.parse_args(words)
+    row = None
+    for row in module.run(args) or ():  # `tables` has no rows
+        append(args.output, module.COLUMNS, row)
+    if row is not None and rank() == 0 and hasattr(module, "plot"):
+        module.plot(args.output)
+    end_processes()
 
 
 # ---- Processes ----

@@ -28,7 +28,7 @@ from hf_infcl.data import ContrastiveCollator, ImageTextDataset
 from hf_infcl.data import images as decoding
 
 from . import common
-from .common import RESULTS, Row
+from .common import Row
 
 COLUMNS = """
     date commit device torch torchvision transformers pillow simplejpeg open_clip_torch part implementation rounds ms
@@ -38,13 +38,12 @@ OPEN_CLIP = "OpenCLIP, training"
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> Iterator[Row]:
     packages = ("torchvision", "transformers", "pillow", "simplejpeg", "open_clip_torch")
     environment = common.environment(torch.device("cpu"), *packages) | {"device": processor_name()}
     for part in args.parts:
         for row in PARTS[part](args):
-            common.append(args.output, COLUMNS, environment | {"part": part, "rounds": args.rounds} | row)
-    plot(args.output)
+            yield environment | {"part": part, "rounds": args.rounds} | row
 
 
 def processor_name() -> str:
@@ -243,4 +242,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=7, help="in which all implementations take turns")
     parser.add_argument("--images", type=int, default=256, help="of a round of the part worker")
     parser.add_argument("--batch", type=int, default=32, help="of the part worker")
-    parser.add_argument("--output", type=Path, default=RESULTS / "data.csv", help="appended to; plot beside it")

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_infcl import ExactContrastiveLoss
 
 from . import common
-from .common import GIB, RESULTS, Row
+from .common import GIB, Row
 
 COLUMNS = """
     date commit device torch transformers sentence-transformers world_size model lengths batch_size tokens
@@ -94,7 +94,7 @@ def implementations(model: nn.Module, tokens: int, lengths: str) -> Iterator[tup
     yield "ours, graphs that fit", ExactContrastiveLoss(model, mini_batch_num_tokens=tokens, retain_graphs="auto")
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> Iterator[Row]:
     device = common.start_processes()
     torch.backends.cuda.enable_cudnn_sdp(False)
     w = common.world_size()
@@ -116,9 +116,8 @@ def run(args: argparse.Namespace) -> None:
                     row |= environment | {"implementation": implementation} | measured(loss, features, device, args)
                     best = min(best or row["ms"], row["ms"]) if implementation.startswith("theirs") else best
                     row["ratio"] = round(best / row["ms"], 3) if best else ""
-                    common.append(args.output, COLUMNS, row)
+                    yield row
         del model, ddp
-    common.end_processes()
 
 
 def measured(loss: nn.Module, features: list[dict[str, Tensor]], device: torch.device, args: argparse.Namespace) -> Row:
@@ -145,4 +144,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=16_384, help="tokens of a mini-batch")
     parser.add_argument("--steps", type=int, default=3, help="timed steps")
     parser.add_argument("--implementations", nargs="+")
-    parser.add_argument("--output", type=type(RESULTS), default=RESULTS / "embedders.csv")

@@ -19,7 +19,6 @@ import argparse
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,7 @@ from hf_infcl.models.layers import can_fuse, fuse_layers
 from hf_infcl.trainer.evaluating import class_vectors
 
 from . import common, data, inputs
-from .common import RESULTS, Row, now
+from .common import Row, now
 
 COLUMNS = """
     date commit device torch transformers model dtype images batch classes templates implementation per_second
@@ -61,12 +60,12 @@ class Images(ZeroShotDataset):
         return {"image": image, "label": index % len(self.class_names)}
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> Iterator[Row]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     row = common.environment(device, "transformers") | {"model": args.model, "batch": args.batch}
     row |= {"images": args.images, "classes": args.classes, "templates": args.templates}
     for found in measured(args, device):
-        common.append(args.output, COLUMNS, row | found)
+        yield row | found
 
 
 def measured(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
@@ -179,4 +178,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
-    parser.add_argument("--output", type=Path, default=RESULTS / "evaluation.csv", help="appended to")

@@ -23,7 +23,7 @@ import gc
 import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from hf_infcl import contrastive_loss
 from hf_infcl.loss import OBJECTIVES, cuda_graphs
 
 from . import common, peers
-from .common import BIAS, RESULTS, SCALE
+from .common import BIAS, SCALE, Row
 from .peers import Loss
 
 COMPILED_UP_TO = 16384  # for larger batches our kernels take longer than their launches
@@ -74,8 +74,8 @@ def implementations(objective: str, batch: int) -> dict[str, Loss]:
 
 def form_of_batch(
     form: str, objective: str, x: Tensor, y: Tensor
-) -> tuple[Tensor, Callable[..., Loss], dict[str, Loss]]:
-    """The texts [m, D] of a form made from x and y [b, D], our loss as a function of its options, and other losses."""
+) -> tuple[Tensor, Callable[..., Tensor], dict[str, Loss]]:
+    """The texts [m, D] of a form made from x and y [b, D], our loss, with any ``backend``, and other losses."""
     batch = len(x)
     g = torch.Generator(x.device).manual_seed(batch)
     others: dict[str, Loss] = {}
@@ -87,7 +87,7 @@ def form_of_batch(
             texts, negatives = y.split((batch, batch // 4))
             return contrastive_loss(x, texts, scale, bias, objective=objective, negative_texts=negatives, **kinds)
 
-        return torch.cat((y, negatives)), functools.partial(functools.partial, with_negatives), others
+        return torch.cat((y, negatives)), with_negatives, others
     if form == "repeated":
         ids = torch.arange(batch, device=x.device)
         ids[: batch // 200] += batch // 200
@@ -102,8 +102,7 @@ def form_of_batch(
             others["siglip_kernel SigLIP+"] = functools.partial(
                 peers.siglip_kernel_plus, image_ids=options["image_ids"], text_ids=options["text_ids"]
             )
-    ours = functools.partial(contrastive_loss, objective=objective, **options)
-    return y, functools.partial(functools.partial, ours), others
+    return y, functools.partial(contrastive_loss, objective=objective, **options), others
 
 
 def in_float64(loss_of: Loss, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,7 +163,7 @@ def measure(loss: Loss, x: Tensor, y: Tensor, true: tuple[Tensor, ...] | None, m
     return row
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> Iterator[Row]:
     if not torch.cuda.is_available():
         raise SystemExit("benchmark.py loss times kernels on a GPU, and torch sees none.")
     if args.deterministic:
@@ -183,9 +182,9 @@ def run(args: argparse.Namespace) -> None:
                 true = in_float64(functools.partial(peers.checkpointed, objective=objective, rows=2048), x, y)
         else:
             y, ours, others = form_of_batch(form, objective, x, y)
-            losses = {"hf_infcl": ours(), **others}
+            losses = {"hf_infcl": ours, **others}
             if batch <= args.errors_up_to:
-                true = in_float64(ours(backend="torch"), x, y)
+                true = in_float64(functools.partial(ours, backend="torch"), x, y)
         floor = OBJECTIVES[objective].products * 2 * batch * len(y) * dim / rate / 1e9
         for name, loss in losses.items():
             if args.implementations and name not in args.implementations:
@@ -210,8 +209,7 @@ def run(args: argparse.Namespace) -> None:
             except Exception as error:  # other losses fail in various ways; the row has the error
                 row["note"] = f"{type(error).__name__}: {error}".splitlines()[0]
             torch.cuda.empty_cache()
-            common.append(args.output, COLUMNS, row)
-    plot(args.output)
+            yield row
 
 
 def plot(table: Path) -> None:
@@ -244,4 +242,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--milliseconds", type=int, default=300, help="of repetitions per row")
     parser.add_argument("--deterministic", action="store_true", help="under torch.use_deterministic_algorithms")
     parser.add_argument("--errors-up-to", type=int, default=65536, help="largest batch compared with float64")
-    parser.add_argument("--output", type=Path, default=RESULTS / "loss.csv", help="appended to; plot beside it")

@@ -10,12 +10,13 @@ NCCL's buffers and the models are not included; see `step` for a whole training 
 """
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from . import common, ring
-from .common import RESULTS, Row
+from .common import Row
 
 COLUMNS = """
     date commit device torch triton world_size objective dtype dim per_gpu_batch_size batch_size implementation peak_mib
@@ -24,7 +25,7 @@ COLUMNS = """
 SMALL = 256  # pairs of a first step, so that libraries and workspaces are not counted as memory of the loss
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> Iterator[Row]:
     device = common.start_processes()
     w, dtype = common.world_size(), getattr(torch, args.dtype)
     environment = common.environment(device, "triton") | {"world_size": w, "dtype": args.dtype}
@@ -49,11 +50,8 @@ def run(args: argparse.Namespace) -> None:
                     row["peak_mib"] = round(peak / common.MIB)
                 else:
                     row["note"] = "runs; memory is measured on GPUs only"
-                common.append(args.output, COLUMNS, row)
+                yield row
                 del step
-    if common.rank() == 0:
-        plot(args.output)
-    common.end_processes()
 
 
 def plot(table: Path) -> None:
@@ -87,4 +85,3 @@ def plot(table: Path) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     ring.add_shared_arguments(parser, global_batches=[2**n for n in range(15, 21)])
     parser.add_argument("--dim", type=int, default=512)
-    parser.add_argument("--output", type=Path, default=RESULTS / "memory.csv", help="appended to; plot beside it")

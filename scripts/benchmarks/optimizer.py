@@ -12,8 +12,7 @@ difference of a matrix's first update from that of `torch.optim.Muon`.
 """
 
 import argparse
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -26,7 +25,7 @@ from hf_infcl.optim import muon as muon_adamw
 from hf_infcl.processes.collectives import Processes
 
 from . import common, inputs
-from .common import RESULTS, Row
+from .common import Row
 
 COLUMNS = """
     date commit device torch world_size model matrices matrix_values values implementation steps ms ms_p10 ms_p90
@@ -43,7 +42,7 @@ MODELS = ("vit-b-32", "vit-b-16", "vit-l-14", "so400m-14", "tiny")
 Group = dict[str, Any]
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> Iterator[Row]:
     device = common.start_processes()
     environment = common.environment(device) | {"world_size": common.world_size()}
     for name in args.models:
@@ -60,9 +59,8 @@ def run(args: argparse.Namespace) -> None:
             if implementation == "hf_infcl redundant" and common.world_size() == 1:
                 continue  # there is nobody to share with
             row = environment | size | {"implementation": implementation}
-            common.append(args.output, COLUMNS, row | measured(implementation, groups, expected, device, args.seconds))
+            yield row | measured(implementation, groups, expected, device, args.seconds)
         del groups, matrices, expected
-    common.end_processes()
 
 
 def random_groups(name: str, device: torch.device) -> list[Group]:
@@ -165,4 +163,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", default=MODELS[:-1], choices=MODELS)
     parser.add_argument("--implementations", nargs="+", default=IMPLEMENTATIONS[:-1], choices=IMPLEMENTATIONS)
     parser.add_argument("--seconds", type=float, default=1.0, help="of repetitions for each row")
-    parser.add_argument("--output", type=Path, default=RESULTS / "optimizer.csv", help="appended to")

@@ -248,7 +248,7 @@ def predictions(measured: Path = RESULTS / "ring.csv") -> list[Row]:
     return rows
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> Iterator[Row]:
     if args.predict:
         table = args.output.with_name("exchange.csv")
         table.unlink(missing_ok=True)
@@ -292,10 +292,7 @@ def run(args: argparse.Namespace) -> None:
                     assert gradient is not None
                     first = gradient if first is None else first
                     row["gradient_difference"] = f"{difference(gradient, first, device):.1e}"
-            common.append(args.output, COLUMNS, row)
-    if common.rank() == 0:
-        plot(args.output)
-    common.end_processes()
+            yield row
 
 
 def plot(table: Path) -> None:
@@ -364,4 +361,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--blocks", type=int, help="of a ring of which this is the only process; measures the host")
     parser.add_argument("--gathered", type=int, default=1, help="processes whose texts form one of the --blocks")
     parser.add_argument("--predict", action="store_true", help="write the chosen exchanges instead")
-    parser.add_argument("--output", type=Path, default=RESULTS / "ring.csv", help="appended to; plot beside it")

@@ -46,7 +46,7 @@ import torch
 from hf_infcl import contrastive_loss
 
 from . import common, inputs, peers, training
-from .common import RESULTS, SCALE, Row, grouped
+from .common import SCALE, Row, grouped
 
 COLUMNS = """
     date commit device torch transformers world_size model pixel_dtype image_size patch_dropout text_tokens
@@ -88,7 +88,7 @@ LOSSES: dict[str, Any] = {
 }
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> Iterator[Row]:
     if "RANK" in os.environ:
         common.start_processes()
     if args.pixel_dtype == "uint8" and not args.global_batch_sizes:
@@ -115,13 +115,10 @@ def run(args: argparse.Namespace) -> None:
         if one is settings[0] and not args.global_batch_sizes:  # warms the card up for the rows
             few = argparse.Namespace(**{**vars(one), "warmup": 1, "steps": 1})
             measured(few, one.accumulation_steps, device, trains(one, pool, training.PlainTrainer))
-        same = ("model", "pixel_dtype", "image_size", "patch_dropout", "text_tokens", "micro_batch_size")
-        environment |= {"world_size": common.world_size()} | {name: getattr(one, name) for name in same}
+        told = vars(one) | {"world_size": common.world_size()}
+        environment |= {name: told[name] for name in common.STEP_SETTING}
         for row in (table if args.global_batch_sizes else overhead)(one, pool, device):
-            common.append(args.output, COLUMNS, environment | row)
-    if common.rank() == 0:
-        plot(args.output)
-    common.end_processes()
+            yield environment | row
 
 
 def make_pool(args: argparse.Namespace, pixels: torch.dtype) -> list[Any]:
@@ -354,4 +351,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--implementations", nargs="+", help="'NAME, compiled' is not measured eager; default: all")
     parser.add_argument("--compile", nargs="*", metavar="NAME", help="measure these, or all, under torch.compile too")
     parser.add_argument("--memory-gib", type=float, default=0.0, help="that the process may take")
-    parser.add_argument("--output", type=Path, default=RESULTS / "step.csv", help="appended to; plot beside it")

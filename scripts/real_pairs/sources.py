@@ -145,7 +145,7 @@ def read_drawings(folders: dict[str, Path]) -> list[Drawing]:
         *emoji.named_by_code("google", folders["google"] / "package/img/google/64"),
     ]
     kept, counts = [], collections.Counter[tuple[str, str]]()
-    for drawing in found:
+    for drawing in filter(None, found):
         counts[drawing.source, drawing.name] += 1
         if drawing.name and counts[drawing.source, drawing.name] <= PER_NAME:
             kept.append(drawing)
@@ -173,9 +173,7 @@ class _Emoji:
     def __init__(self, package: Path) -> None:
         groups = json.loads((package / "meta/groups.json").read_text(encoding="utf-8"))
         self._categories = {int(key): name.replace("-", " ") for key, name in groups["subgroups"].items()}
-        self._entries: dict[str, dict] = {}
-        for entry in self._read(package, "en"):
-            self._entries[_code(entry["hexcode"])] = entry
+        self._entries = {_code(entry["hexcode"]): entry for entry in self._read(package, "en")}
         self._names: dict[str, dict[str, str]] = {}
         for language in LANGUAGES:
             for entry in self._read(package, language):
@@ -189,23 +187,21 @@ class _Emoji:
             for variant in entry.get("skins", []):
                 yield {"tags": entry.get("tags", []), **variant}
 
-    def drawing(self, source: str, file: Path, code: str) -> Drawing | None:
-        entry = self._entries.get(code)
-        if entry is None or "subgroup" not in entry:
+    def drawing(self, source: str, file: Path, code: str | None) -> Drawing | None:
+        entry = self._entries.get(code, {})
+        if "subgroup" not in entry:
             return None
         name, category = entry["label"].lower(), self._categories[entry["subgroup"]]
         names = self._names.get(code, {})
         return Drawing(source, file, name, category, list(entry.get("tags", [])), concept_of(name), names)
 
-    def named_by_code(self, source: str, folder: Path) -> list[Drawing]:
+    def named_by_code(self, source: str, folder: Path) -> Iterator[Drawing | None]:
         files = [path for path in sorted(folder.iterdir()) if path.suffix in (".png", ".svg")]
-        found = (self.drawing(source, path, _code(path.stem)) for path in files)
-        return [drawing for drawing in found if drawing is not None]
+        return (self.drawing(source, path, _code(path.stem)) for path in files)
 
-    def named_by_words(self, source: str, folder: Path) -> list[Drawing]:
-        codes = {path: self._code_of.get(path.stem.removesuffix("-default")) for path in sorted(folder.glob("*.svg"))}
-        found = (self.drawing(source, path, code) for path, code in codes.items() if code is not None)
-        return [drawing for drawing in found if drawing is not None]
+    def named_by_words(self, source: str, folder: Path) -> Iterator[Drawing | None]:
+        stems = {path: path.stem.removesuffix("-default") for path in sorted(folder.glob("*.svg"))}
+        return (self.drawing(source, path, self._code_of.get(stem)) for path, stem in stems.items())
 
 
 def _code(name: str) -> str:
