@@ -5,8 +5,9 @@ The share of the chip's peak that a training reaches is its model FLOPs utilisat
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -48,7 +49,7 @@ def peak_of(name: str) -> float | None:
     return next((peak * 1e12 for part, peak in PEAKS if re.search(rf"\b{part}\b", name)), None)
 
 
-def count_operations(encoder: DualEncoder, batch: Mapping[str, Tensor]) -> tuple[tuple[int, int], tuple[int, int]]:
+def count_operations(encoder: DualEncoder, batch: Mapping[str, Tensor]) -> list[tuple[int, int]]:
     """Counts the operations of the image tower and of the text tower, as the model trains a micro-batch.
 
     They are those of the products in the forward and in the backward of each, with its projection; a frozen tower has
@@ -77,22 +78,19 @@ def count_operations(encoder: DualEncoder, batch: Mapping[str, Tensor]) -> tuple
             # As functional_call of torch.func, which calls nothing but forward.
             stack.enter_context(_reparametrize_module(model, state, tie_weights=True))
             stack.enter_context(torch.enable_grad())
-
-            def count(encode: Callable[[], Tensor]) -> tuple[int, int]:
+            counts = []
+            for encode in (encoder.encode_images, partial(encoder.encode_texts, checked=True)):
                 before = counter.get_total_flops()
-                embeds = encode()
+                embeds = encode(inputs)
                 forward = counter.get_total_flops() - before
                 if embeds.requires_grad:
                     torch.autograd.grad(embeds.sum(), trained, allow_unused=True)
-                return forward, counter.get_total_flops() - before - forward
-
-            images = count(lambda: encoder.encode_images(inputs))
-            texts = count(lambda: encoder.encode_texts(inputs, checked=True))
+                counts.append((forward, counter.get_total_flops() - before - forward))
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(
             f"The operations of a {type(model).__name__} cannot be counted: {type(error).__name__}: {error}"
         ) from error
-    return images, texts
+    return counts
 
 
 def count_window(encoder: DualEncoder, batches: Iterable[Mapping[str, Any]]) -> int:

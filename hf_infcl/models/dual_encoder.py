@@ -429,10 +429,9 @@ class DualEncoder:
         """D, the dimensions of its embeddings; for towers of one's own it is found by encoding a text of one token."""
         if isinstance(projection := getattr(self.model, TOWERS["text"][1], None), nn.Linear):
             return projection.out_features
-        device, mode = self.temperature_parameters[0].device, self.model.training
-        token = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        output = self.model.eval().get_text_features(input_ids=token, attention_mask=token + 1)
-        self.model.train(mode)
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.temperature_parameters[0].device)
+        with _evaluation_mode(self.model):
+            output = self.model.get_text_features(input_ids=token, attention_mask=token + 1)
         return int(_vectors(output).shape[-1])
 
     def _normalised(self, features: object) -> Tensor:

@@ -33,7 +33,7 @@ def run_benchmark(module: Any, words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog=f"benchmark.py {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, default=RESULTS / f"{name}.csv", help="appended to; plot beside it")
+    parser.add_argument("--output", type=Path, default=RESULTS / f"{name}.csv", help="rows are appended to it")
     module.add_arguments(parser)
     args = parser.parse_args(words)
     row = None
