@@ -334,9 +334,9 @@ def test_a_row_that_replaces_a_bad_one_has_no_key():
     from hf_infcl.data.store import KeyedRows
     from hf_infcl.shards.layout import sample_key
 
-    rows = KeyedRows([{"skipped": 0}, {"skipped": 2}, {}])
-    assert [rows[row].key for row in range(3)] == [0, NO_KEY, 2]
-    assert rows.__getitems__([2, 1])[1].key == NO_KEY
+    rows = KeyedRows([{"skipped": 0}, {"skipped": 2}, {}], [2, 0, 1])
+    assert [item.key for item in rows.__getitems__([0, 1, 2])] == [2, 0, NO_KEY]
+    assert rows.__getitems__([2, 1])[0].key == NO_KEY
     assert sample_key("0/00001.tar", "000007") == 8573465787132824520, "stable"
     assert min(sample_key("a", str(number)) for number in range(100)) >= 0
 

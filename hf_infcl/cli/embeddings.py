@@ -39,7 +39,7 @@ from ..quality.ledger import SHOWN, Ledger, ledger_lines, small_jpeg, write_ledg
 from ..quality.selection import WithoutNoisyPairs
 from ..shards.layout import IMAGE_EXTENSIONS, member_file
 from ..shards.opening import find_shards
-from ..shards.readers import ParquetReader, reader_of
+from ..shards.readers import TarReader, reader_of
 from ..trainer.checkpoints import full_disk_explained
 from ..trainer.trainer import InfCLTrainer
 from .commands import OF_EMBEDDING
@@ -105,17 +105,12 @@ def make_source(
         return table_source(table, images, captions, key_column, spec.path, skips=skips, named=named)
     shards = find_shards(spec.path, split=split)
     reader = reader_of(shards)
-    features, any_image = reader.features(shards, images), False
-    if reader is not ParquetReader:  # to a reader of tar files "image" is any, and it tells of several
-        any_image = "image" not in features and sum(name in IMAGE_EXTENSIONS for name in features) > 1
-        named = [one for one in named if one != "image_column" or not (any_image or "image" in (images, *features))]
-        if captions == "caption" and "caption" not in features and "txt" in features:
-            features = {**features, "caption": features["txt"]}
+    features = reader.features(shards, images)
+    if reader is TarReader:  # to which "image" is a file of any of these extensions, and "caption" also finds the text
+        means = {**dict.fromkeys(IMAGE_EXTENSIONS, "image"), "txt": "caption"}
+        features = {**{means[name]: features[name] for name in features if name in means}, **features}
     found = _found_columns(features, {"image_column": images, "caption_column": captions}, named)
-    if reader is not ParquetReader:
-        found["image_column"] = images if found["image_column"] or any_image else None
-    found["on_bad_sample"] = data.on_bad_sample
-    return ShardSource(ImageTextStream(spec.path, split=split, **found))
+    return ShardSource(ImageTextStream(spec.path, split=split, on_bad_sample=data.on_bad_sample, **found))
 
 
 def table_source(
@@ -200,25 +195,25 @@ def score_pairs(
         for several in _windows(dataset, trainer, window):
             pairs, without_others = _scored(several)
             alone += without_others
-            pictures = zip(pairs["score"].tolist(), pairs["key"].tolist(), pairs.pop("picture"), strict=True)
-            lowest = heapq.nsmallest(SHOWN, [*lowest, *pictures])
+            of_window = zip(pairs["score"].tolist(), pairs["key"].tolist(), pairs.pop("picture"), strict=True)
+            lowest = heapq.nsmallest(SHOWN, [*lowest, *of_window])
             parts.append(pairs)
-    every = processes.agree([alone])  # or raises what another process has announced
-    pairs = _joined(processes.gather_objects(_joined(parts)))
+    processes.agree([])  # raises what another process has announced
+    columns, numbers, of_ranks = zip(*processes.gather_objects((_joined(parts), alone, lowest)), strict=True)
+    pairs, without_others = _joined(columns), sum(numbers)
     if wrong := int((~np.isfinite(pairs["score"])).sum()):
         raise ValueError(
             f"The scores of {wrong:,} of {len(pairs['score']):,} pairs are not finite, because embeddings are not. "
             "Compute in another precision, or look at the weights of the model."
         )
-    if without_others := sum(int(count) for (count,) in every):
+    if without_others:
         said = f"{without_others:,} of {without_others + len(pairs['score']):,} pairs have no score, because all pairs "
         said += "of their window have one pair id. Pass a larger --window, or shuffle the shards."
         if not len(pairs["score"]):
             raise ValueError(said)
         if processes.rank == 0:
             logger.warning(said)
-    of_all = itertools.chain(*processes.gather_objects(lowest))
-    shown = {key: picture for _, key, picture in heapq.nsmallest(SHOWN, of_all)}
+    shown = {key: picture for _, key, picture in heapq.nsmallest(SHOWN, itertools.chain(*of_ranks))}
     key, caption, name = pairs["key"].astype(np.int64), pairs["caption"].tolist(), pairs["name"].tolist()
     ledger = Ledger(dataset.key_fingerprint(), key, pairs["score"], caption, name if any(name) else ())
     return ledger, shown
@@ -253,9 +248,8 @@ def _read(dataset: ImageTextDataset | ImageTextStream, trainer: InfCLTrainer) ->
     load: Any = partial(DataLoader, **worker_options(args))
     if not isinstance(dataset, ImageTextStream):
         order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))
-        rows = order.tensor_split(count)[rank].tolist()
-        batches = load(KeyedRows(dataset), args.per_device_eval_batch_size, sampler=rows, collate_fn=collate)
-        yield from filter(None, batches)
+        rows = KeyedRows(dataset, order.tensor_split(count)[rank].tolist())
+        yield from filter(None, load(rows, args.per_device_eval_batch_size, collate_fn=collate))
         return
     lanes, without_new = max(1, workers), 0
     where = {"rank": rank, "world_size": count, "num_workers": workers, "keyed": True}

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from ..files.text import counted
 from ..shards.opening import content_tag
 from . import ContrastiveCollator, ImageTextDataset, ImageTextStream
 from .images import BadSampleError, ImageDataset, find_error, with_errors
@@ -206,8 +207,15 @@ def source_of_training(data: ImageTextDataset | ImageTextStream) -> ItemSource:
 # ---- By what data are recognised ----
 
 
-def differences(recorded: Mapping[str, object], described: Mapping[str, object], kinds: Iterable[str]) -> str:
-    """How a table differs from the one that was recorded, by `TableSource.described` of both; empty if it does not."""
+def differences(recorded: Mapping[str, Any], described: Mapping[str, Any], kinds: Iterable[str]) -> str:
+    """How a set differs from the one that was recorded, by `described` of both; empty if it does not.
+
+    Shards do not differ if any of them was recorded.
+    """
+    if shards := described.get("shards"):
+        embedded = recorded.get("shards", {})
+        are_other = f"of its {counted(len(shards), 'shard')}, none is one of the {len(embedded)}"
+        return "" if shards.items() & embedded.items() else are_other
     # With other rows, images and texts differ as well.
     names = ["rows"] if recorded.get("rows") != described.get("rows") else [*kinds]
     if "images" in names:

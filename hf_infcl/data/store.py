@@ -42,25 +42,11 @@ class KeyedItem(NamedTuple):
     passes: int = 0
 
 
-class PlainRows(Subset[Any]):
-    """The rows of a dataset with a length, without its other methods.
+class KeyedRows(Subset[Any]):
+    """Some rows of a dataset with a length, of which a loader gets batches; the key of each is its number there."""
 
-    Loaders of accelerate call a method ``set_epoch`` whenever they are iterated. That of a dataset that is evaluated
-    would change the epoch of a training on the same dataset.
-    """
-
-    def __init__(self, dataset: SizedDataset) -> None:
-        super().__init__(dataset, range(len(dataset)))  # type: ignore[arg-type]
-
-
-class KeyedRows(PlainRows):
-    """The rows of a dataset with a length, each with its number as the key."""
-
-    def __getitem__(self, row: int) -> KeyedItem:
-        return keyed_rows([super().__getitem__(row)], [row])[0]
-
-    def __getitems__(self, rows: list[int]) -> list[KeyedItem]:
-        return keyed_rows(super().__getitems__(rows), rows)
+    def __getitems__(self, indices: list[int]) -> list[KeyedItem]:
+        return keyed_rows(super().__getitems__(indices), [self.indices[index] for index in indices])
 
 
 def keyed_rows(items: Sequence[object], rows: Sequence[int]) -> list[KeyedItem]:

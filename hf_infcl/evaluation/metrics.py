@@ -55,12 +55,6 @@ class Hits(NamedTuple):
         return shares.sum(axis=1) / np.maximum(1, (queries > 0).sum(axis=1))  # of the groups that were drawn
 
 
-class Choices(NamedTuple):
-    """What N images choose between their right captions and wrong ones, on the CPU."""
-
-    right: Tensor  # [N] bool, whether all right captions are preferred to all wrong ones
-
-
 class LabelScores(NamedTuple):
     """The scores of N images for C classes, of which an image may have several."""
 
@@ -68,7 +62,7 @@ class LabelScores(NamedTuple):
     labels: Tensor  # [N, C] bool, whether the image is of the class
 
 
-Found = PairRanks | ClassRanks | LabelScores | Choices  # what is measured on a set, by its kind
+Found = PairRanks | ClassRanks | LabelScores | Hits  # what is measured on a set, by its kind; `Hits` of choices
 
 
 @dataclass(frozen=True)
@@ -98,22 +92,23 @@ def image_hits(k: int, ranks: PairRanks) -> Hits:
 
 
 def text_hits(k: int, ranks: PairRanks) -> Hits:
-    return _one_query(ranks.texts < min(k, len(ranks.images)))
+    return of_one_query(ranks.texts < min(k, len(ranks.images)))
 
 
 def class_hits(k: int, ranks: ClassRanks) -> Hits:
-    return _one_query(ranks.classes < k)
+    return of_one_query(ranks.classes < k)
 
 
 def per_class_hits(ranks: ClassRanks) -> Hits:
     return class_hits(1, ranks)._replace(groups=ranks.labels)
 
 
-def choice_hits(choices: Choices) -> Hits:
-    return _one_query(choices.right)
+def choice_hits(chosen: Hits) -> Hits:
+    return chosen
 
 
-def _one_query(right: Tensor) -> Hits:
+def of_one_query(right: Tensor) -> Hits:
+    """The hits of images of which each is one query, from whether it is answered right, [N] bool."""
     return Hits(right, torch.ones(len(right), dtype=torch.int64))
 
 
@@ -210,7 +205,7 @@ def count_hits(ranks: Found) -> dict[str, Hits]:
 
 def _values(ranks: Found, metrics: Mapping[str, Metric] | None = None) -> dict[str, float | Hits]:
     if metrics is None:
-        kinds = {PairRanks: "pairs", ClassRanks: "classes", LabelScores: "labels", Choices: "choices"}
+        kinds = {PairRanks: "pairs", ClassRanks: "classes", LabelScores: "labels", Hits: "choices"}
         metrics = metrics_of_kind(kinds[type(ranks)], getattr(ranks, "num_classes", None))
     return {name: metric.measure(ranks) for name, metric in metrics.items() if metric.measure is not None}
 

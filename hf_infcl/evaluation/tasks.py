@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .metrics import CEILING, KS, Choices, ClassRanks, LabelScores, PairRanks, measured, recalls
+from .metrics import CEILING, KS, ClassRanks, Hits, LabelScores, PairRanks, measured, of_one_query, recalls
 
 # Scores held at a time (2**22 fp32 values are 16 MiB); a single row of candidates is held even if it is longer.
 TILE_NUMEL = 2**22
@@ -335,8 +335,8 @@ def pair_ranks(
 
 
 @torch.no_grad()
-def choices(image_embeds: Tensor, text_embeds: Tensor, text_image: Tensor, right: int = 1) -> Choices:
-    """The choice of each image: is it more similar to each of its right captions than to each of its wrong ones?
+def choices(image_embeds: Tensor, text_embeds: Tensor, text_image: Tensor, right: int = 1) -> Hits:
+    """The choice of each image, right if it is more similar to each of its right captions than to all wrong ones.
 
     This is the measure of SugarCrepe (Hsieh et al. 2023, arXiv 2306.14610) and, with two right captions, the image-text
     measure of SugarCrepe++ (Dumpala et al. 2024, arXiv 2406.11171). A tie counts as wrong.
@@ -360,7 +360,7 @@ def choices(image_embeds: Tensor, text_embeds: Tensor, text_image: Tensor, right
     images, texts = F.normalize(image_embeds, dim=-1), F.normalize(text_embeds, dim=-1)
     cosines = (images[text_image] * texts).sum(-1)  # [M]
     of_images = cosines.cpu().split(counts.tolist())
-    return Choices(torch.stack([own[:right].min() > own[right:].max() for own in of_images]))
+    return of_one_query(torch.stack([own[:right].min() > own[right:].max() for own in of_images]))
 
 
 def recall_ceilings(caption_ids: Tensor, text_image: Tensor, num_images: int, ks: Sequence[int]) -> dict[str, float]:

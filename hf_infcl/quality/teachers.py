@@ -204,13 +204,7 @@ class _DataSet:
 
     def difference(self, stored: StoredEmbeddings) -> str:
         """How this set differs from the one that was embedded; empty if it does not, or has some of its shards."""
-        recorded = stored.record["data"]
-        if isinstance(self.part, ImageTextDataset):
-            return differences(recorded, self._described, self._kinds)
-        shards, embedded = self._described["shards"], recorded.get("shards", {})
-        if shards.items() & embedded.items():
-            return ""
-        return f"of its {counted(len(shards), 'shard')}, none is one of the {len(embedded)}"
+        return differences(stored.record["data"], self._described, self._kinds)
 
     def describe_missing(self) -> str:
         """How many rows or shards have no embeddings, in words; empty if there are none."""

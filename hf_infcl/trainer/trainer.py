@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from huggingface_hub import ModelCard
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 from transformers import Trainer
 from transformers import trainer as trainer_of_transformers
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
@@ -19,7 +19,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from ..data.collator import normalised
 from ..data.loader import checked_batches
 from ..data.replay import epochs_of, is_own
-from ..data.store import PlainRows, check_has_rows, has_epochs, most_captions
+from ..data.store import check_has_rows, most_captions
 from ..evaluation.metrics import Found
 from ..models.dual_encoder import DualEncoder
 from ..optim.groups import matching
@@ -251,7 +251,9 @@ class InfCLTrainer(Trainer):
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> DataLoader:
         """Trainer's loader of an evaluation, whose workers no signal but that of their parent ends."""
         check_has_rows(dataset)
-        rows = PlainRows(dataset) if has_epochs(dataset) and not isinstance(dataset, PlainRows) else dataset
+        # Loaders of accelerate call a method ``set_epoch`` whenever they are iterated. That of a dataset that is
+        # evaluated would change the epoch of a training on the same dataset.
+        rows = Subset(dataset, range(len(dataset))) if hasattr(dataset, "set_epoch") else dataset
         loader = super()._get_dataloader(rows, *args, **kwargs)
         getattr(loader, "base_dataloader", loader).worker_init_fn = heed_parent_alone  # of accelerate's, or of torch's
         return loader
