@@ -30,11 +30,11 @@ T = TypeVar("T")
 def run_benchmark(module: Any, words: Sequence[str]) -> None:
     """Appends the rows that a module of benchmarks yields to a CSV, and draws its plot of the newest ones, if any."""
     name = module.__name__.rpartition(".")[2]
-    parser = argparse.ArgumentParser(
-        prog=f"benchmark.py {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, default=RESULTS / f"{name}.csv", help="rows are appended to it")
-    module.add_arguments(parser)
+    how: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter, "conflict_handler": "resolve"}
+    parser = argparse.ArgumentParser(prog=f"benchmark.py {name}", description=module.__doc__, **how)
+    table = RESULTS / f"{name}.csv"
+    parser.add_argument("--output", type=Path, default=table, help="appended to; the plot, if there is one, beside it")
+    module.add_arguments(parser)  # `tables` has an --output of its own
     args = parser.parse_args(words)
     row = None
     for row in module.run(args) or ():  # `tables` has no rows

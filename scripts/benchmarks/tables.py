@@ -6,6 +6,7 @@ we give GiB of torch's allocator.
 """
 
 import argparse
+from pathlib import Path
 
 from .common import RESULTS, Row, grouped, markdown, newest
 
@@ -152,4 +153,4 @@ Ours at a global batch of 65,536, D = 512, bf16; Ring-CL's matrices are fp32.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(output=RESULTS / "TABLES.md")
+    parser.add_argument("--output", type=Path, default=RESULTS / "TABLES.md")
