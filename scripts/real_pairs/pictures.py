@@ -63,7 +63,7 @@ def draw_optimizers(rows: list[Row], path: Path) -> None:
             found = [c for c in of_these if c.batch in BATCHES_SHOWN]
             name = f"{OPTIMIZERS[optimizer]}, {samples / 1e6:.1f} million samples"
             draw_batches(axes[0], found, STYLE, name, colour, form)
-            points = timed(rows, found, samples)
+            points = timed(rows, found)
             if points:
                 axes[1].plot(*zip(*points, strict=True), form, color=colour)
             for place, c in points.items():
@@ -72,7 +72,7 @@ def draw_optimizers(rows: list[Row], path: Path) -> None:
                 side, offset = ("right", (-5, 7)) if samples == max(FIXED_SAMPLES) else ("left", (4, -11))
                 axes[1].annotate(f"{c.batch:,}", place, offset, **words, color=colour, ha=side)
         grown = tables.configurations(rows, tables.GROWING_BATCH, optimizer=optimizer)
-        for place, c in timed(rows, grown, FIXED_SAMPLES[0]).items():
+        for place, c in timed(rows, grown).items():
             sizes = list(tables.stages_of(c.setting))
             axes[1].plot(*place, "*", color=colour, ms=10, zorder=4)
             axes[1].annotate(f"{sizes[0]:,} to {sizes[-1]:,}", place, (-16, 2), **words, color=colour, ha="right")
@@ -94,9 +94,9 @@ def draw_optimizers(rows: list[Row], path: Path) -> None:
     figure.savefig(path)
 
 
-def timed(rows: list[Row], found: tables.Found, samples: float) -> dict[tuple[float, float], tables.Configuration]:
+def timed(rows: list[Row], found: tables.Found) -> dict[tuple[float, float], tables.Configuration]:
     """The trainings whose steps were timed, by their seconds and their mean recall in another style in per cent."""
-    times = ((tables.seconds_alone(rows, c.setting, samples), c) for c in found)
+    times = ((tables.seconds_alone(rows, c.setting), c) for c in found)
     return {(time, 100 * statistics.mean(c.values(STYLE))): c for time, c in times if time is not None}
 
 
@@ -232,7 +232,7 @@ def draw_examples(rows: list[Row], corpus: Path, path: Path) -> None:
         Setting("Trainer", 4096, "softmax", False): "16 losses over 256 in a step",
         Setting("InfCLTrainer", 4096, "softmax", False): "one loss over 4,096 in a step",
     }
-    found = {c.setting: c.ended for c in at_fixed_steps(rows, FIXED_STEPS[0])}
+    found = {c.setting._replace(samples=0): c.ended for c in at_fixed_steps(rows, FIXED_STEPS[0])}
     best = {}
     for setting, title in shown.items():
         told = [row["vendor_examples"] for row in found.get(setting, ())]

@@ -74,6 +74,7 @@ class Setting(NamedTuple):
     optimizer: str = "adamw"
     options: str = ""
     replay: str = ""
+    samples: float = 0  # the pairs seen, in all
 
     @classmethod
     def of(cls, row: Row) -> Setting:
@@ -145,13 +146,9 @@ Found = list[Configuration]
 
 def configurations(rows: Iterable[Row], *experiments: str, **wanted: Any) -> Found:
     """The configurations of the experiments with these values, `Trainer` first, then the small batches."""
-
-    def is_wanted(row: Row) -> bool:
-        values = row | Setting.of(row)._asdict()
-        return row["experiment"] in experiments and all(values[name] == value for name, value in wanted.items())
-
-    groups = grouped(filter(is_wanted, rows), Setting.of).values()
-    complete = [Configuration(found) for found in groups if any(row["finished"] for row in found)]
+    groups = grouped((row for row in rows if row["experiment"] in experiments), Setting.of)
+    chosen = [found for setting, found in groups.items() if wanted.items() <= setting._asdict().items()]
+    complete = [Configuration(found) for found in chosen if any(row["finished"] for row in found)]
     return sorted(complete, key=lambda c: (c.setting.method != "Trainer", c.setting))
 
 
@@ -161,7 +158,7 @@ def of_batches(rows: Iterable[Row], **wanted: Any) -> Found:
 
 
 def at_fixed_steps(rows: Iterable[Row], steps: int, **wanted: Any) -> Found:
-    return of_batches((row for row in rows if row["samples"] == steps * row["batch"]), **wanted)
+    return [c for c in of_batches(rows, **wanted) if c.steps == steps]
 
 
 def stages_of(setting: Setting) -> dict[int, float]:
@@ -171,7 +168,7 @@ def stages_of(setting: Setting) -> dict[int, float]:
     return {**shares, int(last): 1 - sum(shares.values())}
 
 
-def seconds_alone(rows: Iterable[Row], setting: Setting, samples: float) -> float | None:
+def seconds_alone(rows: Iterable[Row], setting: Setting) -> float | None:
     """The time of a training's steps, compiled and on a GPU of its own; None if a batch was not timed."""
     timed = {
         row["batch"]: row["seconds"] / row["steps"]
@@ -181,7 +178,7 @@ def seconds_alone(rows: Iterable[Row], setting: Setting, samples: float) -> floa
     stages = stages_of(setting)
     if any(size not in timed for size in stages):
         return None
-    return sum(share * samples / size * timed[size] for size, share in stages.items())
+    return sum(share * setting.samples / size * timed[size] for size, share in stages.items())
 
 
 def label(setting: Setting, micro_batch: int = 256) -> str:
@@ -288,16 +285,9 @@ def fixed_steps(rows: list[Row]) -> str:
     return markdown(["steps", "", "optimizer", "samples", *COLUMNS, *FIGURES], body) if len(body) > 1 else ""
 
 
-def of_every_size(rows: list[Row]) -> Found:
-    """The trainings that differ in the batch, of the fewest samples first, with each optimizer."""
-    sizes = sorted({row["samples"] for row in rows if row["experiment"] in BATCHES})
-    return [c for name in OPTIMIZERS for samples in sizes for c in of_batches(rows, samples=samples, optimizer=name)]
-
-
 def steps_and_batch(rows: list[Row], figure: str) -> str:
     """The figure of one loss over the batch: a line for each number of steps, a column for each batch."""
-    ours = (c for c in of_every_size(rows) if c.setting.method == "InfCLTrainer")
-    found = {(c.optimizer, c.steps, c.batch): c for c in ours}
+    found = {(c.optimizer, c.steps, c.batch): c for c in of_batches(rows, method="InfCLTrainer")}
     batches = sorted({batch for _, _, batch in found})
     body = []
     for name, steps in sorted({(name, steps) for name, steps, _ in found}):
@@ -308,9 +298,10 @@ def steps_and_batch(rows: list[Row], figure: str) -> str:
 
 def directions(rows: list[Row]) -> str:
     """Images found by captions and captions by images, of the trainings that differ in the batch."""
+    in_order = sorted(of_batches(rows), key=lambda c: (c.optimizer, c.setting.samples))
     body = [
         [label(c.setting), c.optimizer, f"{c.steps:,}", f"{c.steps * c.batch:,}", *c.cells(*DIRECTIONS)]
-        for c in of_every_size(rows)
+        for c in in_order
     ]
     return markdown(["", "optimizer", "steps", "samples", *COLUMNS, *DIRECTIONS], body)
 
@@ -348,7 +339,7 @@ def growing_batches(rows: list[Row]) -> str:
     for optimizer, name in OPTIMIZERS.items():
         constant = of_batches(rows, samples=FIXED_SAMPLES[0], optimizer=optimizer, method="InfCLTrainer")
         for c in constant + configurations(rows, GROWING_BATCH, optimizer=optimizer):
-            seconds = seconds_alone(rows, c.setting, FIXED_SAMPLES[0])
+            seconds = seconds_alone(rows, c.setting)
             time = "" if seconds is None else f"{seconds:.0f} s"
             body.append([label(c.setting), name, f"{c.steps:,}", time, *c.cells(STYLE, CONCEPTS)])
     return markdown(["pairs in a step", "optimizer", "steps", "time of the steps", *COLUMNS, STYLE, CONCEPTS], body)
@@ -379,11 +370,10 @@ def fewer_tokens(rows: list[Row]) -> str:
 def losses_of_optimizers(rows: list[Row]) -> str:
     """Losses over parts of the batch, and SigLIP's loss, beside CLIP's loss over the batch, with each optimizer."""
     experiments = (*BATCHES, "3_objectives")
-    with_muon = {c.setting for c in configurations(rows, "9_optimizers", optimizer="muon")}
-    others = {setting for setting in with_muon if setting.method == "Trainer" or setting.objective == "sigmoid"}
-    of_others = [row for row in rows if row["experiment"] in experiments and Setting.of(row) in others]
+    with_muon = [c.setting for c in configurations(rows, "9_optimizers", optimizer="muon")]
+    others = [setting for setting in with_muon if setting.method == "Trainer" or setting.objective == "sigmoid"]
     body = []
-    for samples, batch in sorted({(row["samples"], row["batch"]) for row in of_others}):
+    for samples, batch in sorted({(setting.samples, setting.batch) for setting in others}):
         found = configurations(rows, *experiments, samples=samples, batch=batch, pair_ids=False)
         wanted = {(c.setting.method, c.setting.objective) for c in found if c.setting.optimizer == "muon"}
         for c in found:
