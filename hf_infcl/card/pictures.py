@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 from collections.abc import Iterable, Mapping
@@ -183,14 +184,10 @@ class PicturesCallback(TrainerCallback):
 
     def _pass_on(self, path: Path, picture: Image.Image, args: TrainingArguments, state: TrainerState) -> None:
         trackers = args.report_to or ()
-        if "wandb" in trackers:
-            import wandb
-
-            wandb.log({"pictures": wandb.Image(str(path))})
-        if "trackio" in trackers:
-            import trackio
-
-            trackio.log({"pictures": trackio.Image(str(path))})
+        for name in ("wandb", "trackio"):  # whose interface is the same
+            if name in trackers:
+                tracker = importlib.import_module(name)
+                tracker.log({"pictures": tracker.Image(str(path))})
         if "mlflow" in trackers:
             import mlflow
 

@@ -30,7 +30,8 @@ def main(command: str | None = None, words: Sequence[str] | None = None) -> None
     """
     try:
         try:
-            _run(command, list(sys.argv[1:] if words is None else words))
+            words = sys.argv[1:] if words is None else words
+            _run([*words] if command is None else [command, *words])
         except SystemExit:
             sys.stdout.flush()  # an error within Python's clean-up at exit would be printed
             raise
@@ -51,30 +52,26 @@ def main(command: str | None = None, words: Sequence[str] | None = None) -> None
         sys.exit(1)
 
 
-def _run(command: str | None, words: list[str]) -> None:
-    if command is None:
-        parser = argparse.ArgumentParser(
-            prog="infcl",
-            description="Exact contrastive training of image-text models at any batch size.",
-            epilog="commands:\n"
-            + "\n".join(f"  {name:9} {re.split('[.:]( |$)', documented(kind)[0])[0]}" for name, kind in PARSERS.items())
-            + "\n\n`infcl COMMAND --help` lists the options of a command.",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        parser.add_argument("command", choices=PARSERS, nargs="?", metavar="COMMAND", help=", ".join(PARSERS))
-        parser.add_argument("--version", action="store_true", help="print the versions that a bug report needs")
-        namespace = parser.parse_args(words[:1])
-        if namespace.version:
-            print(versions())
-            parser.exit()
-        if namespace.command is None:
-            parser.print_help()
-            parser.exit(2)
-        command, words = namespace.command, words[1:]
-    if command not in PARSERS:
-        raise ValueError(f"The command must be one of {', '.join(PARSERS)}, got {command!r}.")
+def _run(words: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="infcl",
+        description="Exact contrastive training of image-text models at any batch size.",
+        epilog="commands:\n"
+        + "\n".join(f"  {name:9} {re.split('[.:]( |$)', documented(kind)[0])[0]}" for name, kind in PARSERS.items())
+        + "\n\n`infcl COMMAND --help` lists the options of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=PARSERS, nargs="?", metavar="COMMAND", help=", ".join(PARSERS))
+    parser.add_argument("--version", action="store_true", help="print the versions that a bug report needs")
+    asked = parser.parse_args(words[:1])
+    if asked.version:
+        print(versions())
+        parser.exit()
+    if (command := asked.command) is None:
+        parser.print_help()
+        parser.exit(2)
     reader = PARSERS[command]()
-    namespace = reader.read(words)
+    namespace = reader.read(words[1:])
     # Imported here, because importing torch takes seconds, and neither `--help` nor a mistyped option needs it.
     from .. import trainer as training  # noqa: F401  # first, as its error names a torchvision that does not fit
     from .launched import run

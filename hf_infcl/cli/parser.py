@@ -125,6 +125,8 @@ class Parser(HfArgumentParser):
             all that it lists; ``--help all`` lists every one. Empty for a command without options of a training.
         positionals: the words before the options, which the docstring describes.
         optional: which of these, and of the required options of the dataclasses, the command can do without.
+        typed, given: the names of the options on the command line, and of those there or in a file; known after `read`.
+        chosen: what `intervals` has chosen for a training; known after `build`.
     """
 
     reads: ClassVar[tuple[type, ...]] = ()
@@ -158,11 +160,6 @@ class Parser(HfArgumentParser):
         if self._recipes:
             of_recipes = "Take the options of a recipe of the package as defaults. Each file in hf_infcl/recipes says "
             self.add_argument("--recipe", choices=RECIPES, help=f"{of_recipes}what it is for.")
-        self._file = ""  # the name of the file of options, and the names of the options that only it sets
-        self._of_file: set[str] = set()
-        self.typed: set[str] = set()  # those on the command line
-        self.given: set[str] = set()  # those that the user has set, in either place
-        self.chosen: dict[str, Any] = {}  # what `intervals` has chosen for a training
         for action in self._actions:
             action.required = action.required and action.dest not in self.optional
             if isinstance(action, argparse._StoreFalseAction):  # --no_NAME, which is --NAME false
@@ -209,13 +206,14 @@ class Parser(HfArgumentParser):
                 self.shorten()
             print(self.format_help(), end="")  # print_help ignores a closed pipe
             self.exit()
+        self._file = ""
         values: dict[str, Any] = {}
         try:
             file, words = self._file_and_words(self.words)
             if file is not None:
                 self._file, values = file.name, self._read_file(file)
             self.typed = {self._known(_name(word)) for word in words if re.match("--(?!help(=|$))[^-]", word)}
-            self._of_file, self.given = values.keys() - self.typed, values.keys() | self.typed
+            self.given = values.keys() | self.typed
         except (OSError, ValueError) as error:
             self.error(str(error))
         for action in self._actions:
@@ -226,7 +224,7 @@ class Parser(HfArgumentParser):
         if left := first or self.parse_known_args(words, namespace)[1]:
             self.error(about_words(left, words, self._meanings))
         for option, other, condition in _IGNORED:
-            if option in self.typed and other in self._of_file and holds(namespace, condition):
+            if option in self.typed and self.file_of(other) and holds(namespace, condition):
                 self.error(
                     f"--{option} has no effect with {other}={getattr(namespace, other)} of {self._file}. Pass "
                     f"--{other} as well."
@@ -235,12 +233,12 @@ class Parser(HfArgumentParser):
 
     def file_of(self, name: str) -> str:
         """The name of the file that sets an option which the command line does not; empty if none does."""
-        return self._file if name in self._of_file else ""
+        return self._file if name in self.given - self.typed else ""
 
     def keep_only(self, namespace: argparse.Namespace, kept: Collection[str], of_file: Collection[str]) -> None:
         """Sets the options of the training to their defaults, but for some of the command line, and of the file."""
         for name in (f.name for kind in self._of_training for f in fields(kind)):
-            if name not in kept or (name in self._of_file and name not in of_file):
+            if name not in kept or (self.file_of(name) and name not in of_file):
                 setattr(namespace, name, self.get_default(name))
 
     def build(self, namespace: argparse.Namespace) -> tuple[Any, ...]:
@@ -252,7 +250,7 @@ class Parser(HfArgumentParser):
         try:
             return self._built(namespace)
         except (OSError, TypeError, ValueError) as error:  # a TypeError of a mapping such as accelerator_config
-            named = [name for name in sorted(self._of_file) if re.search(rf"\b{name}\b", str(error))]
+            named = [name for name in sorted(self.given - self.typed) if re.search(rf"\b{name}\b", str(error))]
             self.error(f"{error} {self._file} sets {', '.join(named)}." if named else str(error))
         except (ImportError, RuntimeError) as error:
             if (message := missing_package(error)) is None:

@@ -60,7 +60,6 @@ def train(parser: Parser, namespace: argparse.Namespace) -> None:
     model_options, lora, data, columns, evaluation, keep, args = parser.build(namespace)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         check_embedded(args.teacher_embeddings, parser.words)
-        alpha = read_alpha("average_with_start", namespace)
         check_output_folder(args.output_dir, namespace)
         earlier = earlier_results(Path(args.output_dir), args.resume_from_checkpoint)
         if data.dry_run:
@@ -96,7 +95,7 @@ def train(parser: Parser, namespace: argparse.Namespace) -> None:
                     "start and the adapters after the training with `infcl average`, which merges them first."
                 )
             halves = (sets.guard_datasets(columns, keep, evaluation, data, half, chooses=chooses) for half in (0, 1))
-            how = {"alpha": alpha, "tolerance": keep.guard_tolerance}
+            how = {"alpha": read_alpha("average_with_start", namespace), "tolerance": keep.guard_tolerance}
             average = functools.partial(average_with_start, trainer, main_weights(trainer), gains, [*halves], **how)
     if trainer.is_world_process_zero():
         tell(trainer, *conversion)
