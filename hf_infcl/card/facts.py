@@ -55,7 +55,10 @@ class _Dataset:
         if "://" in self.dataset:  # which must not be published
             name = source_name(self.dataset)[0]
             raise ValueError(f"{Url(self.dataset)!r} is a URL, of which a card should only tell {name!r}.")
-        if self.on_hub and (error := _why_not_on_hub(self.dataset)):
+        try:
+            if self.on_hub:
+                validate_repo_id(self.dataset)
+        except HFValidationError as error:
             raise ValueError(f"{self.dataset!r} is not the id of a dataset on the Hub. Use on_hub=False.") from error
 
 
@@ -375,18 +378,11 @@ def source_name(source: str) -> tuple[str, bool]:
     path = Path(source)
     if _FILES.search(path.name) and not path.is_dir():
         return path.resolve().parent.name, False
-    if path.exists() or path.is_absolute() or _why_not_on_hub(source):
-        return path.resolve().name, False
-    return source, True
-
-
-def _why_not_on_hub(name: str) -> HFValidationError | None:
-    """The reason why a name cannot be one on the Hub; None if it can be."""
-    try:
-        validate_repo_id(name)
-    except HFValidationError as error:
-        return error
-    return None
+    if not (path.exists() or path.is_absolute()):
+        with suppress(HFValidationError):  # of a relative path, which is not there
+            validate_repo_id(source)
+            return source, True
+    return path.resolve().name, False
 
 
 def with_texts(evaluations: Sequence[Evaluation], sets: Any) -> list[Evaluation]:
@@ -413,32 +409,25 @@ def _measured(evaluations: Sequence[Evaluation], state: TrainerState, best: bool
     If an evaluation has not yet measured the present weights, its metrics are those of the last one, with its step.
     If a guard set and another set are alike, only the guard set is returned.
     """
-    before = [entry for entry in state.log_history if entry.get("step") == 0]
-    after = [entry for entry in state.log_history if entry.get("step") != 0]
-    if best:
-        end = next(number for number, entry in enumerate(after) if _END in entry)
-        after = [entry for entry in after[:end] if entry.get("step") == state.best_global_step] + after[end:]
-    keys = [one.key for one in evaluations]
+    end = next(number for number, entry in enumerate(state.log_history) if _END in entry) if best else -1
+    steps = 0, state.best_global_step
+    log = [entry for number, entry in enumerate(state.log_history) if number > end or entry["step"] in steps]
+    prefixes = [f"eval_{one.key}_" for one in evaluations]
     measured = []
-    for one in evaluations:
-        step, last = _last_metrics(after, one.key, keys)
-        if last:
-            _, first = _last_metrics(before, one.key, keys)
-            measured.append(replace(one, metrics=last, before=first, step=state.best_global_step if best else step))
+    for one, prefix in zip(evaluations, prefixes, strict=True):
+        # Some names of sets begin with the name of another set: voc2007 and voc2007_multilabel.
+        longer = tuple(other for other in prefixes if other.startswith(prefix) and other != prefix)
+        results: dict[int, dict[str, float]] = {}  # by their step, the last ones at the end
+        for entry in log:
+            names = [name for name in entry if name.startswith(prefix) and not name.startswith(longer)]
+            if names:
+                results |= {entry["step"]: {name.removeprefix(prefix): entry[name] for name in names}}
+        before = results.pop(0, {})
+        if results:
+            step, last = results.popitem()
+            measured.append(replace(one, metrics=last, before=before, step=state.best_global_step if best else step))
     guards = [_figures(one) for one in measured if one.guard]
     return [one for one in measured if one.guard or _figures(one) not in guards]
-
-
-def _last_metrics(history: Sequence[Mapping[str, Any]], key: str, keys: Sequence[str]) -> tuple[int, dict[str, float]]:
-    """The step and the metrics of the last evaluation of a set; (0, {}) if there was none."""
-    prefix = f"eval_{key}_"
-    # Some names of sets begin with the name of another set: voc2007 and voc2007_multilabel.
-    longer = tuple(other for one in keys if (other := f"eval_{one}_").startswith(prefix) and other != prefix)
-    for entry in reversed(history):
-        names = [name for name in entry if name.startswith(prefix) and not name.startswith(longer)]
-        if names:
-            return entry["step"], {name.removeprefix(prefix): entry[name] for name in names}
-    return 0, {}
 
 
 def _figures(evaluation: Evaluation) -> tuple[Any, ...]:

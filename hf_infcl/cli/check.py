@@ -38,7 +38,7 @@ def check(parser: Parser, namespace: argparse.Namespace) -> None:
     if samples == 0:
         parser.error("--check_samples must be at least 1, got 0.")
     is_written = "output_dir" in parser.given and ("output_dir" in parser.typed or not namespace.recipe)
-    how: Any = {"workers": args.dataloader_num_workers if "dataloader_num_workers" in parser.given else cores()}
+    workers = args.dataloader_num_workers if "dataloader_num_workers" in parser.given else cores()
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         check_embedded(args.teacher_embeddings, parser.words)
         config, processor = load_readers(of_model.model, of_model.open_clip_model, of_model.tokenizer)
@@ -57,29 +57,28 @@ def check(parser: Parser, namespace: argparse.Namespace) -> None:
         }
         if is_written:
             check_writable(str(args.output_dir))  # before hours of reading
-    results: dict[str, tuple[SetFacts, list[Finding]]] = {}
+    trained: list[SetFacts] = []
+    every: list[Finding] = []
+    of_sets: dict[str, dict[str, Any]] = {}
     for key, dataset in sets.items():
-        how["progress"] = "" if args.disable_tqdm else f"check {key}"
-        facts = SetFacts(key, dataset, inspector, samples, **how)
-        trained = [other for other, _ in results.values() if other.is_trained]
-        results[key] = facts, find(facts, trained, skips_bad=data.on_bad_sample == "skip")
-        print(facts.words, *lines_of(results[key][1]), sep="\n")
-    first, limited = results[TRAINED][0], namespace.max_steps > 0
+        progress = "" if args.disable_tqdm else f"check {key}"
+        facts = SetFacts(key, dataset, inspector, samples, workers=workers, progress=progress)
+        findings = find(facts, trained, skips_bad=data.on_bad_sample == "skip")
+        print(facts.words, *lines_of(findings), sep="\n")
+        trained += [facts] if facts.is_trained else []
+        every += findings
+        of_sets[key] = {"read": len(facts.pairs), "whole": facts.is_whole, "findings": list(map(asdict, findings))}
+    first, limited = trained[0], namespace.max_steps > 0
     if args.leave_out is not None:  # of a table
         seen = namespace.max_steps * args.global_batch_size * (1 - (args.replay_share or 0)) / len(first.dataset)
         tell_if_too_short(seen if limited else args.num_train_epochs)
     print("It was not checked whether captions fit their images. `infcl score` checks that.")
-    every = [finding for _, findings in results.values() for finding in findings]
     remedies = dict.fromkeys(finding.options for finding in every if finding.options)
     if first.is_whole and isinstance(first.dataset, ImageTextStream) and data.samples_per_epoch is None and not limited:
         unusable = first.rows("broken").keys() | first.rows("captionless").keys()
         remedies[f"--samples_per_epoch {len(first.pairs) - len(unusable)}"] = None
     to_add, path = " ".join(remedies), Path(args.output_dir, FINDINGS_FILE)
     if is_written:
-        of_sets = {
-            key: {"read": len(facts.pairs), "whole": facts.is_whole, "findings": list(map(asdict, findings))}
-            for key, (facts, findings) in results.items()
-        }
         with full_disk_explained(path.parent, "again"):
             path.write_text(json.dumps({"options": to_add, "sets": of_sets}, indent=1), encoding="utf-8")
     print(f"All rows of each finding are in {path}." if is_written else "With --output_dir, it also writes all rows.")
