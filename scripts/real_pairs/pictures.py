@@ -13,7 +13,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from PIL import Image, ImageDraw, ImageFont
 
 from . import tables
-from .tables import FIXED_SAMPLES, FIXED_STEPS, OPTIMIZERS, STYLE, Row, Setting, at_fixed_steps, of_batches
+from .tables import FIXED_SAMPLES, FIXED_STEPS, OPTIMIZERS, STYLE, Row, at_fixed_steps, of_batches
 
 BLUE, VERMILION, GREEN, PURPLE, ORANGE = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"  # Okabe and Ito
 SKY = "#56B4E9"
@@ -130,7 +130,7 @@ def draw_curves(rows: list[Row], path: Path) -> None:
         found = {(c.setting.method, c.batch): c for c in of_batches(rows, samples=number, optimizer="adamw")}
         if ("Trainer", 256) in found:
             found.pop(("InfCLTrainer", 256), None)  # the two are one training, but for rounding
-        for key in filter(shown.__contains__, found):
+        for key in [key for key in found if key in shown]:
             name, colour, marker = shown[key]
             by_point = grouped(found[key].points, lambda row: row["samples_seen"])
             samples = np.array(sorted(by_point))
@@ -197,7 +197,7 @@ WRONG_CAPTIONS = {  # by the pairs that are trained on, and how the training cho
 }
 
 
-def draw_wrong_captions(found: dict[tuple[str, ...], dict[str, Any]], path: Path) -> None:
+def draw_wrong_captions(found: dict[tuple[str, ...], list[Row]], path: Path) -> None:
     """Recalls against the share of wrong captions, by what is trained on, of `tables.wrong_and_taught_rows`."""
     figure, (axes,) = panels(1, 2)
     titles = {"vendor_recall@1": "another style, recall@1", "concepts_recall@5": "new concepts, recall@5"}
@@ -208,7 +208,7 @@ def draw_wrong_captions(found: dict[tuple[str, ...], dict[str, Any]], path: Path
             for (*training, wrong, pairs, taught, options), runs in found.items():
                 shown = training == ["all", "small", "Muon", "589,824"] and wrong.endswith("%")
                 if shown and pairs == kept and (taught, options) == chosen:
-                    points[float(wrong[:-1])] = [float(row[name]) for row in runs.values()]
+                    points[float(wrong[:-1])] = [float(row[name]) for row in runs]
             shares = sorted(points)
             means = [sum(points[share]) / len(points[share]) for share in shares]
             axis.plot(shares, means, f"{form}-", color=colour, label=label, markersize=6)
@@ -228,14 +228,14 @@ def draw_examples(rows: list[Row], corpus: Path, path: Path) -> None:
     folder = corpus / "evaluation/held_out_vendor/test"
     entries = [json.loads(line) for line in (folder / "metadata.jsonl").read_text(encoding="utf-8").splitlines()]
     shown = {
-        Setting("InfCLTrainer", 256, "softmax", False): "one loss over 256 in a step",
-        Setting("Trainer", 4096, "softmax", False): "16 losses over 256 in a step",
-        Setting("InfCLTrainer", 4096, "softmax", False): "one loss over 4,096 in a step",
+        ("InfCLTrainer", 256): "one loss over 256 in a step",
+        ("Trainer", 4096): "16 losses over 256 in a step",
+        ("InfCLTrainer", 4096): "one loss over 4,096 in a step",
     }
-    found = {c.setting._replace(samples=0): c.ended for c in at_fixed_steps(rows, FIXED_STEPS[0])}
+    found = {(c.setting.method, c.batch): c.ended for c in at_fixed_steps(rows, FIXED_STEPS[0], optimizer="adamw")}
     best = {}
-    for setting, title in shown.items():
-        told = [row["vendor_examples"] for row in found.get(setting, ())]
+    for key, title in shown.items():
+        told = [row["vendor_examples"] for row in found.get(key, ())]
         if not any(told):  # it has not run, or in a version that did not keep them
             return
         best[title] = json.loads(next(filter(None, told)))

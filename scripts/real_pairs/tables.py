@@ -485,10 +485,10 @@ SIDE_BY_SIDE = {
 }
 
 
-def wrong_and_taught_rows(path: Path) -> dict[tuple[str, ...], dict[str, Mapping[str, str]]]:
-    """The rows of wrong_and_taught.csv by setting and seed; the newest run of a seed counts. Empty without the file."""
+def wrong_and_taught_rows(path: Path) -> dict[tuple[str, ...], list[Row]]:
+    """The rows of wrong_and_taught.csv by setting, the newest of each seed. Empty without the file."""
 
-    def setting(row: Mapping[str, str]) -> tuple[str, ...]:
+    def setting(row: Row) -> tuple[str, ...]:
         wrong, cleaned = row["wrong"], float(row["cleaned"] or 0)
         share = "titles of collections" if wrong == "titles" else f"{float(wrong):.0%}"
         kept = "right pairs" if row["oracle"] == "True" else f"cleaned at {cleaned:g}" if cleaned else "all"
@@ -498,14 +498,14 @@ def wrong_and_taught_rows(path: Path) -> dict[tuple[str, ...], dict[str, Mapping
         return (*length, share, kept, taught, options)
 
     groups = grouped(common.read(path, bool), setting)
-    return {key: {row["seed"]: row for row in rows} for key, rows in groups.items()}
+    return {key: list({row["seed"]: row for row in rows}.values()) for key, rows in groups.items()}
 
 
-def wrong_and_taught(found: Mapping[tuple[str, ...], Mapping[str, Mapping[str, str]]]) -> str:
+def wrong_and_taught(found: Mapping[tuple[str, ...], list[Row]]) -> str:
     """The means over the seeds of each setting of wrong_and_taught.csv."""
     head = ["trained on", "student", "optimizer", "samples", "wrong captions", "pairs", "teacher", "options"]
-    groups = [(setting, list(rows.values())) for setting, rows in sorted(found.items())]
-    return _side_by_side(head, groups, ["vendor_recall@1", "concepts_recall@5", "validation"])
+    figures = ["vendor_recall@1", "concepts_recall@5", "validation"]
+    return _side_by_side(head, sorted(found.items(), key=lambda item: item[0]), figures)
 
 
 def means(path: Path, setting: Mapping[str, str]) -> str:
@@ -523,13 +523,13 @@ def means(path: Path, setting: Mapping[str, str]) -> str:
 
 
 def _side_by_side(
-    head: Sequence[str], groups: Iterable[tuple[Sequence[str], Sequence[Mapping[str, str]]]], figures: Sequence[str]
+    head: Sequence[str], groups: Iterable[tuple[Sequence[str], list[Row]]], figures: Sequence[str]
 ) -> str:
     body = [[*names, str(len(rows)), *(_mean(rows, name) for name in figures)] for names, rows in groups]
     return markdown([*head, "seeds", *(SIDE_BY_SIDE[name] for name in figures)], body)
 
 
-def _mean(rows: Iterable[Mapping[str, str]], name: str) -> str:
+def _mean(rows: list[Row], name: str) -> str:
     """The mean of the rows that have a value: recalls and seconds with one digit after the point, shares with three."""
     values = [float(row[name]) for row in rows if row[name]]
     digits = 3 if name in ("right_left_out", "wrong_among_kept", "auc") else 1
