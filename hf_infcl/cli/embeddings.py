@@ -110,7 +110,7 @@ def make_source(
         means = {**dict.fromkeys(IMAGE_EXTENSIONS, "image"), "txt": "caption"}
         features = {**{means[name]: features[name] for name in features if name in means}, **features}
     found = _found_columns(features, {"image_column": images, "caption_column": captions}, named)
-    return ShardSource(ImageTextStream(spec.path, split=split, on_bad_sample=data.on_bad_sample, **found))
+    return ShardSource(ImageTextStream(spec.path, split=split, **found | {"on_bad_sample": data.on_bad_sample}))
 
 
 def table_source(

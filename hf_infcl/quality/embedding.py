@@ -229,12 +229,11 @@ def begin(folder: Path, record: Mapping[str, object]) -> None:
         with written_whole(folder / RECORD) as partial_path:
             partial_path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         return
-    old, new = _flat(before), _flat(record)
-    differing = [name for name in old | new if old.get(name) != new.get(name)]
-    if _DECISIVE & {name.partition(" ")[0] for name in differing}:
+    every = dict.fromkeys(_flat(before) | _flat(record))
+    old, new = every | _flat(before), every | _flat(record)
+    if any(old[name] != new[name] for name in every if name.partition(" ")[0] in _DECISIVE):
         # A fingerprint says nothing beside what differs.
-        names = [name for name in differing if name != "fingerprint"] or differing
-        shown = was_and_is({name: old.get(name) for name in names}, {name: new.get(name) for name in names})
+        shown = was_and_is(old, new | {"fingerprint": old["fingerprint"]}) or was_and_is(old, new)
         raise ValueError(f"{folder} holds other embeddings ({shown}). Choose another --output_dir, or delete this one.")
 
 

@@ -105,7 +105,7 @@ def rows_kept(dataset: ImageTextDataset, asked: str) -> np.ndarray:
     asks for that share of the pairs, those with the lowest scores, rounded down. A ValueError says that the number is
     missing, or that the file is no ledger, is of another table, or excludes all pairs.
     """
-    wrong = _excluded(dataset, asked, len(dataset))
+    wrong = _excluded(dataset, asked)
     if len(wrong) and not 0 <= wrong.min() <= wrong.max() < len(dataset):
         raise ValueError(
             f"The ledger of {asked} leaves out rows {wrong.min()} to {wrong.max()}, but the table has {len(dataset):,} "
@@ -122,13 +122,11 @@ def stream_kept(stream: ImageTextStream, asked: str) -> ImageTextStream:
     return stream.without(_excluded(stream, asked))
 
 
-def _excluded(dataset: ImageTextDataset | ImageTextStream, asked: str, rows: int | None = None) -> np.ndarray:
-    """The keys [n] int64, in ascending order, of a dataset's pairs that are to be left out.
-
-    ``rows`` are those of a table, all of which a ledger need not have.
-    """
+def _excluded(dataset: ImageTextDataset | ImageTextStream, asked: str) -> np.ndarray:
+    """The keys [n] int64, in ascending order, of a dataset's pairs that are to be left out."""
     wrong, of_ledger, recorded = _wrong(asked)
-    count = of_ledger if rows is None else rows
+    # A ledger need not have all rows of a table.
+    count = of_ledger if isinstance(dataset, ImageTextStream) else len(dataset)
     if recorded not in (content := dataset.key_fingerprint(), dataset.content_fingerprint()):
         raise ValueError(
             f"The ledger {asked.rpartition(':')[0]} is of other data: it was written for {recorded}, and this is "
