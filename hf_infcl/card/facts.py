@@ -421,7 +421,7 @@ def _measured(evaluations: Sequence[Evaluation], state: TrainerState, best: bool
         for entry in log:
             names = [name for name in entry if name.startswith(prefix) and not name.startswith(longer)]
             if names:
-                results |= {entry["step"]: {name.removeprefix(prefix): entry[name] for name in names}}
+                results[int(entry["step"])] = {name.removeprefix(prefix): entry[name] for name in names}
         before = results.pop(0, {})
         if results:
             step, last = results.popitem()

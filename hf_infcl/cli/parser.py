@@ -161,7 +161,6 @@ class Parser(HfArgumentParser):
             of_recipes = "Take the options of a recipe of the package as defaults. Each file in hf_infcl/recipes says "
             self.add_argument("--recipe", choices=RECIPES, help=f"{of_recipes}what it is for.")
         for action in self._actions:
-            action.required = action.required and action.dest not in self.optional
             if isinstance(action, argparse._StoreFalseAction):  # --no_NAME, which is --NAME false
                 action.help = argparse.SUPPRESS
             elif action.choices and action.dest != "help":
@@ -217,7 +216,7 @@ class Parser(HfArgumentParser):
         except (OSError, ValueError) as error:
             self.error(str(error))
         for action in self._actions:
-            action.required = action.required and action.dest not in values
+            action.required = action.required and action.dest not in {*self.optional, *values}
         namespace = argparse.Namespace(**values)
         # Words before all options are told first: argparse would only ask for what is required.
         first = [] if self._meanings else list(itertools.takewhile(lambda word: not word.startswith("-"), words))
