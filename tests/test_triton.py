@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +63,16 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _language_replaced_once() -> Iterator[None]:
+def _quick_interpreter() -> Iterator[None]:
     """Lets the interpreter replace the functions of Triton's language once in each launch.
 
-    By default it does so again for every call of a device function, which takes more time than the calls.
+    By default it does so again for every call of a device function, which takes more time than the calls. It also
+    computes where integers overflow, at which it looks only with `debug`, and lists all types to find that of numpy.
     """
-    replace, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    replace_all, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    of_numpy, options = interpreter._get_np_dtype, interpreter.interpreter_builder.options
     replaced: set[Any] = set()
+    numpy_types: dict[str, Any] = {}
 
     @functools.cache
     def modules(function: Any) -> set[Any]:
@@ -78,15 +82,24 @@ def _language_replaced_once() -> Iterator[None]:
         if modules(function) <= replaced:
             return None
         replaced.update(modules(function))
-        return replace(function)
+        return replace_all(function)
 
     def launch_anew(self: Any, *args: Any, **kwargs: Any) -> None:
         replaced.clear()  # the last launch has restored what it had replaced
         launch(self, *args, **kwargs)
 
+    def numpy_type(of: Any) -> Any:
+        name = of.scalar.name
+        if name not in numpy_types:
+            numpy_types[name] = of_numpy(of)
+        return numpy_types[name]
+
+    assert not options.debug
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang", replace_once)
         patch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
+        patch.setattr(interpreter, "_get_np_dtype", numpy_type)
+        patch.setattr(interpreter.interpreter_builder, "options", replace(options, sanitize_overflow=False))
         yield
 
 
