@@ -5,6 +5,7 @@ import json
 import random
 import unicodedata
 from typing import Any
+from unittest import mock
 
 import datasets
 import huggingface_hub
@@ -15,6 +16,7 @@ import pytest
 import torch
 import transformers
 from datasets import ClassLabel, Dataset, DatasetDict, Features, NamedSplit, Value
+from fsspec.implementations.local import LocalFileSystem
 from helpers import models
 from helpers.pictures import captioned, picture, write_folder
 from helpers.processors import LENGTH, clip_processor, siglip2_processor, siglip_processor, tokenizer
@@ -252,6 +254,13 @@ class TestLoadPairs:
             below = "0[a]*.tar" if kind == "tar" else "more/0[a].parquet"
             for name in ("", below, "**/*.*"):
                 assert find_shards(str(folder / name)) == [str(folder / below)]
+
+    def test_a_folder_is_listed_once(self, tmp_path):
+        write_folder(tmp_path / "pairs", ["a", "b"])
+        with mock.patch.object(LocalFileSystem, "ls", autospec=True, side_effect=LocalFileSystem.ls) as listed:
+            assert len(load_pairs(str(tmp_path / "pairs"), split="train")) == 2
+        folders = [call.args[1] for call in listed.call_args_list]
+        assert len(folders) == len(set(folders)) > 0
 
     @pytest.mark.parametrize("kind", ["relative", "of both", "bytes alone", "paths alone", "large", "text"])
     def test_a_table_and_a_stream_read_the_same_parquet(self, tmp_path, kind):

@@ -1,5 +1,6 @@
 """Finds shards by name, locally or on the Hub, and reads their bytes, with retries and a cache on a local disk."""
 
+import functools
 import hashlib
 import io
 import logging
@@ -186,7 +187,8 @@ def dataset_builder(source: str, name: str | None, **options: Any) -> Any:
         source, options = kind, {**options, "data_files": os.path.abspath(source)}
     elif os.path.isdir(source):
         source = os.path.abspath(source)  # the name "csv" alone would be taken for the format
-    with existing_paths_are_literal(), hub_asked_once(source):
+    listed_once = functools.cache(LocalFileSystem.ls)  # for `datasets` looks for its files with dozens of patterns
+    with existing_paths_are_literal(), patch.object(LocalFileSystem, "ls", listed_once), hub_asked_once(source):
         return datasets.load_dataset_builder(source, name, **options)
 
 

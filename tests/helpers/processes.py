@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 from weakref import WeakKeyDictionary
 
+import jinja2
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,6 +28,8 @@ from .workers import server
 
 # In each training, accelerate reads the metadata of packages several times, which takes 5% of a small one.
 imports._is_package_available = functools.cache(imports._is_package_available)
+# The Hub's library compiles the template of a model card for each card, which takes as long as a small training.
+jinja2.Environment.compile = functools.cache(jinja2.Environment.compile)  # type: ignore[method-assign]
 
 
 def context() -> Any:
