@@ -162,7 +162,7 @@ def test_a_caption_that_shows_nothing_is_refused(caption):
     dataset = ImageTextDataset(rows([GOOD_IMAGES["one pixel"]] * 2, ["a", "b"]))
     dataset.table = [{"image": {"bytes": GOOD_IMAGES["one pixel"]}, "caption": caption}]  # Arrow has no surrogates
     with pytest.raises(
-        ValueError, match=r"Row 0 .* is bad: column 'caption': no caption.*, or pass on_bad_sample=\"skip\""
+        ValueError, match=r"Row 0 .* is bad: it has no caption in column 'caption'.*, or pass on_bad_sample=\"skip\""
     ):
         dataset[0]
 

@@ -49,7 +49,7 @@ def outcome(read: Any) -> Any:
     try:
         item = read()
     except BadSampleError as error:
-        # Both name the column, in other words, and a table the file of an image.
+        # Both name the column, which a table may call otherwise, and a table the file of an image.
         cause = re.sub(
             r"^column '[\w.]+': (?:'.*\.tar [\w.]+': )?|^it has (?=no )| in column '[\w.]+'$", "", error.cause
         )
@@ -326,5 +326,5 @@ def test_the_command_trains_and_evaluates_on_them(tmp_path):
         ColumnOptions(image_column="filepath"), EvaluationOptions(eval_dataset=source)
     )
     assert [evaluated["pairs"][row]["caption"] for row in range(2)] == [["a"], ["b", "c"]]
-    with pytest.raises(ValueError, match=r"Row 2 of --eval_dataset .* is bad: column 'caption': no caption"):
+    with pytest.raises(ValueError, match=r"Row 2 of --eval_dataset .* is bad: it has no caption in column 'caption'"):
         evaluated["pairs"][2]

@@ -372,7 +372,7 @@ def test_a_list_that_is_stored_as_text_is_a_list(text, captions):
 
 
 def test_a_list_as_text_that_cannot_be_read_is_told():
-    with pytest.raises(ValueError, match=r"no caption, as \"\['a', 'it's'\]\" cannot be read"):
+    with pytest.raises(ValueError, match=r"no caption in column 'caption', as \"\['a', 'it's'\]\" cannot be read"):
         ImageTextDataset(captioned(["['a', 'it's']"]))[0]
 
 

@@ -18,14 +18,14 @@ from hf_infcl.models import open_clip as models
 from hf_infcl.models.open_clip import convert
 from hf_infcl.models.pretrained import named_tokenizer
 
-NEITHER = "There is no {} at 'no-such/name': no local folder has this name, nothing of this name was downloaded before"
+NEITHER = "There {} at 'no-such/name': no local folder has this name, nothing of this name was downloaded before"
 LOADS: dict[str, tuple[Callable[..., object], str]] = {
     "model": (models.load, "no model of this name was downloaded before"),
     "readers": (models.load_readers, "no model of this name was downloaded before"),
     "conversion": (lambda name: convert(name, Path("ours")), "no model of this name was downloaded before"),
     "tokenizer": (named_tokenizer, "no tokenizer of this name was downloaded before"),
-    "table": (lambda name: load_pairs(name, split="train"), NEITHER.format("dataset")),
-    "stream": (ImageTextStream, NEITHER.format("folder of shards")),
+    "table": (lambda name: load_pairs(name, split="train"), NEITHER.format("is no dataset")),
+    "stream": (ImageTextStream, NEITHER.format("are no shards")),
     "shards": (lambda name: ImageTextStream(f"hf://datasets/{name}/{{0..9}}.tar"), r"'hf://.*' are on the Hub, which"),
     "pattern": (lambda name: ImageTextStream(f"hf://datasets/{name}/*.tar"), r"'hf://.*' are on the Hub, which"),
     "benchmark": (lambda name: benchmark_sets([name]), "no-such/name was not downloaded before"),
@@ -97,7 +97,7 @@ def test_for_a_path_nothing_is_asked(path, waits):
 def test_a_command_tells_it_in_a_line(waits, tmp_path, capsys):
     words = ["train", "--model", "no-such/model", "--dataset", "no-such/name", "--use_cpu", "--max_steps", 1]
     line = mistake(capsys, *words, "--output_dir", tmp_path)
-    assert NEITHER.format("dataset") in line
+    assert NEITHER.format("is no dataset") in line
     assert waits == [1]
 
 

@@ -132,8 +132,7 @@ def table_source(
     wanted = {"image_column": image_column, "caption_column": caption_column}
     wanted |= {"key_column": key_column} if key_column else {}
     columns = _found_columns(table.features, wanted, named)
-    images = columns.pop("image_column")
-    dataset = ImageDataset(table, images, columns) if images else None
+    dataset = ImageDataset(table, columns) if columns["image_column"] else None
     return TableSource(table, dataset, columns["caption_column"], key_column, folder=folder, skips=skips)
 
 

@@ -3,9 +3,8 @@
 from .collator import ContrastiveCollator
 from .images import transparency as transparency
 from .labelled import ZeroShotDataset, captions_of_classes
-from .pairs import ImageTextDataset, caption_pair_id
+from .pairs import ImageTextDataset, caption_pair_id, load_pairs
 from .streams import ImageTextStream
-from .tables import load_pairs
 
 __all__ = [
     "ContrastiveCollator",

@@ -58,13 +58,16 @@ class BadSampleError(ValueError):
 
 
 class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
-    """Rows of a `datasets.Dataset` whose images are decoded one by one, so that a bad file harms no other row."""
+    """Rows of a `datasets.Dataset` whose images are decoded one by one, so that a bad file harms no other row.
+
+    ``columns`` are by the options that name them, such as "image_column"; None for one that is not needed.
+    """
 
     _or_skip = ""  # how to do without a bad row
     min_side: int | None = None  # of decoded images
     numbers: np.ndarray | None = None  # [n] int64, of the rows in the table from which they were selected, if they were
 
-    def __init__(self, dataset: datasets.Dataset, image_column: str, other_columns: Mapping[str, str | None]) -> None:
+    def __init__(self, dataset: datasets.Dataset, columns: Mapping[str, str | None]) -> None:
         import datasets
 
         if isinstance(dataset, datasets.DatasetDict):
@@ -74,8 +77,8 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
             raise ValueError(f"It must be a datasets.Dataset, got {kind}. Pass a dataset of your own to InfCLTrainer.")
         if len(dataset) == 0:
             raise ValueError("The dataset has no rows.")  # before its columns, which have no types then
-        options: dict[str, Any] = {"image_column": image_column, **other_columns}
-        self.columns = {option: column for option, column in options.items() if column}  # by the options
+        self.columns: dict[str, Any] = {option: column for option, column in columns.items() if column}
+        self.image_column: Any = columns["image_column"]
         for option, column in self.columns.items():
             if not isinstance(column, str):
                 joined = "rows.map(lambda row: {'captions': [row['a'], row['b']]})"
@@ -88,7 +91,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
                     f"file names (file_name).{_metadata_above(dataset)} Folders of classes get them by "
                     "--caption_templates (captions_of_classes in Python); --zero_shot_dataset evaluates classes."
                 )
-            if option != "pair_id_column" or column not in (image_column, options["caption_column"]):
+            if option != "pair_id_column" or column not in (self.image_column, columns["caption_column"]):
                 check_column("The dataset", option, column, dataset.features, hint)
         if dataset.format["type"] == "custom":
             raise ValueError(
@@ -97,12 +100,11 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
             )
         rows = dataset.with_format(None).select_columns(with_errors(dataset, dict.fromkeys(self.columns.values())))
         # The rows with undecoded images, and only the columns that the options name.
-        self.table = rows.cast_column(image_column, datasets.Image(decode=False))
+        self.table = rows.cast_column(self.image_column, datasets.Image(decode=False))
         self.split = None if dataset.split is None else str(dataset.split)
         self.name = f"the dataset with columns {dataset.column_names}"  # in messages about a bad row
         self.source = ""  # what a `SetSpec` opened it from
         self.benchmark: Any = None  # the files of a named benchmark (`hf_infcl.cli.benchmarks`)
-        self.image_column = image_column
 
     def __len__(self) -> int:
         return len(self.table)
@@ -160,7 +162,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         value = self.table[row]
         self._check_errors(row, value)
         if (image := value[self.image_column]) is None:
-            raise self._bad_sample(row, f"column {self.image_column!r}: no image")
+            raise self._bad_sample(row, f"it has no image in column {self.image_column!r}")
         with self._image_named(row):
             return value, read_encoded(image)
 

@@ -59,7 +59,8 @@ class ZeroShotDataset(ImageDataset):
     ) -> None:
         label_column = usual_column("label", label_column, dataset)
         dataset = with_class_labels(dataset, label_column)
-        super().__init__(dataset, usual_column("image", image_column, dataset), {"label_column": label_column})
+        image_column = usual_column("image", image_column, dataset)
+        super().__init__(dataset, {"image_column": image_column, "label_column": label_column})
         feature = dataset.features[label_column]
         several = is_integer(getattr(feature, "feature", None))
         known = getattr(feature, "names", None)

@@ -13,7 +13,7 @@ import unicodedata
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import NoneType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -50,11 +50,10 @@ class PairSource:
 
     image_column: Any  # a name; a stream may be without images or captions
     caption_column: Any
-    _all_captions = False
+    all_captions = False
     # The number of this set among those that are combined, or None. With it, items have a ``place``: the number, and
     # that of the row or the names of shard and sample.
     set_number: int | None = None
-    _LACKS: ClassVar[str]  # what a message says of a sample without a part, "caption" or "pair id", in its column
 
     def _keep(
         self,
@@ -106,7 +105,8 @@ class PairSource:
     @property
     def options(self) -> dict[str, Any]:
         """The options that decide about the items, for the record of a training."""
-        names = "image_column", "caption_column", "pair_id_column", "on_bad_sample", "augmentation", "min_side"
+        columns = "image_column", "caption_column", "pair_id_column"
+        names = *columns, "on_bad_sample", "augmentation", "min_side", "seed", "all_captions"
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -127,9 +127,9 @@ class PairSource:
         if not (captions := usable_captions(value)):
             begins_as_list = isinstance(value, str) and value.lstrip()[:1] == "["
             unread = f", as {shortened(value)} cannot be read" if begins_as_list else ""
-            raise ValueError(self._LACKS.format("caption", self.caption_column) + unread)
+            raise ValueError(f"it has no caption in column {self.caption_column!r}{unread}")
         drawn = captions
-        if not self._all_captions:
+        if not self.all_captions:
             drawn = draw_captions(captions, self.captions_per_image, self._random(sample, "caption", epoch))
         item: dict[str, Any] = {"caption": drawn}
         if self.negative_caption_column:
@@ -139,7 +139,7 @@ class PairSource:
             item["pair_id"] = caption_pair_id(drawn[0])
         elif self.pair_id_column:
             if (pair_id := values[self.pair_id_column]) is None:
-                raise ValueError(self._LACKS.format("pair id", self.pair_id_column))
+                raise ValueError(f"it has no pair id in column {self.pair_id_column!r}")
             item["pair_id"] = as_pair_id(pair_id)
         elif encoded is not None and "pair_id" in self.optional_keys:
             item["pair_id"] = content_pair_id(encoded, captions)
@@ -152,6 +152,32 @@ class PairSource:
 
     def _seed_for(self, sample: object, purpose: str, epoch: int) -> str:
         return f"{self.seed} {epoch} {sample} {purpose}"
+
+
+def load_pairs(source: str, *, split: str, name: str | None = None, image_column: str = "image") -> datasets.Dataset:
+    """Loads one split of a dataset.
+
+    Args:
+        source: a folder written by `save_to_disk`, or anything that `datasets.load_dataset` accepts: a Hub id, or a
+            local file of a table or a tar, or a local folder, such as an imagefolder (images beside a `metadata.csv` or
+            `metadata.jsonl` with a `file_name` column), a folder with a `train.csv` whose columns hold image paths and
+            captions, separated by commas, tabs, semicolons or bars, or a folder of tar shards, whose JSON fields become
+            columns.
+        split: name of the split, for example "train", or slices such as "train[:10%]".
+        name: configuration of the dataset, if it has several.
+        image_column: the column of images; if there is no such column, the one of `find_column`, if any. Relative
+            paths of images in parquet files are relative to the file, as in `ImageTextStream`, and become absolute
+            here. Those in CSV and JSON files are relative to the working folder if there are such images, and else to
+            the file.
+
+    Raises:
+        ValueError: there is nothing to load at `source`, or it is a URL or another file; it has no such
+            split or configuration, in which case the message names the existing ones; or no image is where its relative
+            path says.
+    """
+    from .tables import Table  # `datasets` is loaded where it is used
+
+    return Table(source, name).load(split, image_column)
 
 
 class ImageTextDataset(PairSource, ImageDataset):
@@ -203,7 +229,6 @@ class ImageTextDataset(PairSource, ImageDataset):
         ValueError: at construction, for a wrong dataset, column, column type or option; on access, for a bad row.
     """
 
-    _LACKS = "column {1!r}: no {0}"
     whole: ImageTextDataset | None = None  # with `numbers`, the table from which the rows were selected
 
     def __init__(
@@ -235,12 +260,11 @@ class ImageTextDataset(PairSource, ImageDataset):
                 raise ValueError(f"An evaluation (all_captions=True) {wrong[0]}. Leave it out, or drop the bad rows.")
         columns = Columns(image_column, caption_column, pair_id_column, negative_caption_column)
         self._keep(columns, captions_per_image, seed, on_bad_sample, augmentation, min_side)
-        caption_columns = {"caption_column": caption_column, "negative_caption_column": negative_caption_column}
-        super().__init__(dataset, image_column, {**caption_columns, "pair_id_column": pair_id_column})
+        super().__init__(dataset, {f"{kind}_column": column for kind, column in columns._asdict().items()})
         if is_string(dataset.features[caption_column]):
             self._check_single()
         self._texts = self.table.remove_columns(image_column)
-        self._all_captions = all_captions
+        self.all_captions = all_captions
         self._or_skip = "" if all_captions else ', or pass on_bad_sample="skip" (--on_bad_sample skip in a command)'
         # Shared memory, so that workers which outlive an epoch (persistent_workers) see the next one.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
@@ -287,10 +311,6 @@ class ImageTextDataset(PairSource, ImageDataset):
         except ValueError as error:
             raise self._bad_sample(row, str(error)) from error
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return {**super().options, "seed": self.seed, "all_captions": self._all_captions}
-
     def content_fingerprint(self) -> str:
         """A fingerprint of the captions and pair ids of up to 64 rows, which tells datasets of equal length apart."""
         return _fingerprint(self._texts)
@@ -298,11 +318,6 @@ class ImageTextDataset(PairSource, ImageDataset):
     def key_fingerprint(self) -> str:
         """A hash of the captions of some rows, which does not change with the other columns that are read."""
         return _fingerprint(self._texts.select_columns([self.caption_column]))
-
-    @property
-    def changes_images(self) -> bool:
-        """Whether the image of an item may differ from epoch to epoch."""
-        return self.augmentation != "none" or self.on_bad_sample == "skip"
 
 
 def _fingerprint(texts: datasets.Dataset) -> str:

@@ -1,15 +1,14 @@
 """Sets of data by their names, which may state more: ``my/tables?split=validation&caption_column=title``."""
 
-from __future__ import annotations
-
 import glob
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import datasets
 from transformers.utils import logging
 
 from ..files.text import lacks_column
@@ -17,9 +16,6 @@ from .images import find_column
 from .labelled import ZeroShotDataset, names_by_label, read_lines, with_class_labels
 from .pairs import ImageTextDataset
 from .tables import Table
-
-if TYPE_CHECKING:
-    import datasets
 
 logger = logging.get_logger(__name__)
 
@@ -66,7 +62,7 @@ class SetSpec:
     weight: float | None = None
 
     @classmethod
-    def read(cls, role: str, value: str | Mapping[str, object] | SetSpec) -> SetSpec:
+    def read(cls, role: str, value: "str | Mapping[str, object] | SetSpec") -> "SetSpec":
         """The set that an option names, as a text with its facts behind a question mark, or as a mapping with its path.
 
         A question mark stays part of the name where such a file exists, where no ``fact=`` follows it, as in the

@@ -95,8 +95,6 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
         ValueError: there are no such shards, columns or captions, or an option is invalid.
     """
 
-    _LACKS = "it has no {0} in column {1!r}"
-
     def __init__(
         self,
         sources: str | Sequence[str],
@@ -450,7 +448,7 @@ class StreamBatches(MicroBatches):
             [weight, len(group), digest([stream.shards[number].name for number in group]) + stream.left_out]
             for weight, group in zip(stream.weights, stream.groups, strict=True)
         ]
-        self._cursors: dict[int, dict[str, Any]] = {}  # by lane
+        self._cursors: dict[int, dict[str, Any]] = {}  # by lane, of those that this process reads
         if states:
             self._resume(states)
         # A checkpoint has the pieces of split shards, which take long to find. Whole shards are dealt anew.
@@ -479,22 +477,18 @@ class StreamBatches(MicroBatches):
             "rank": self._rank,
             "world_size": self._world_size,
             "consumed": self._consumed,
-            "lanes": {str(lane): cursor for lane, cursor in self._own_cursors().items()},
+            "lanes": {str(lane): cursor for lane, cursor in self._cursors.items()},
         }
 
     def counts(self) -> dict[str, int]:
         """``samples`` consumed, samples ``skipped``, ``shards`` opened."""
-        cursors = self._own_cursors().values()
+        cursors = self._cursors.values()
         skipped = sum(cursor["skipped"] for cursor in cursors)
         return {
             "samples": sum(cursor["drawn"] for cursor in cursors) - skipped,
             "skipped": skipped,
             "shards": sum(at["opened"] for cursor in cursors for at in cursor["sources"] if at),
         }
-
-    def _own_cursors(self) -> dict[int, dict[str, Any]]:
-        """The cursors of this process's lanes. Those of other lanes stay as they were in the checkpoint."""
-        return {lane: at for lane, at in self._cursors.items() if lane % self._world_size == self._rank}
 
     def _resume(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Goes on after the states of all processes of a checkpoint."""
@@ -516,7 +510,8 @@ class StreamBatches(MicroBatches):
                 "have shared evenly. Use a number of processes that divides it."
             )
         self._consumed = consumed
-        self._cursors = {int(lane): cursor for state in states for lane, cursor in state["lanes"].items()}
+        cursors = {int(lane): cursor for state in states for lane, cursor in state["lanes"].items()}
+        self._cursors = {lane: at for lane, at in cursors.items() if lane % self._world_size == self._rank}
 
     # ---- Reading ----
 

@@ -1,7 +1,5 @@
 """Opens a dataset by name: a Hub id, a local folder, or a folder written by `save_to_disk`."""
 
-from __future__ import annotations
-
 import csv
 import io
 import itertools
@@ -11,7 +9,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import datasets
+from datasets.utils.file_utils import xexists
+from huggingface_hub.errors import HFValidationError
 
 from ..files.hub import not_there
 from ..files.text import Url, written_otherwise
@@ -23,37 +25,11 @@ from ..shards.readers import holds_images, is_value
 from ..shards.tar_tables import tar_table
 from .images import find_column
 
-if TYPE_CHECKING:
-    import datasets
-
+_NONE_IS_TEXT: Any = {"keep_default_na": False, "na_values": [""]}  # for pandas, which reads CSV files
 _PROBED = 2**16  # bytes of a CSV file whose rows show the separator
 _QUOTE = 'Write captions with commas in double quotes: "a cat, and a dog".'
 _LOOKED_FOR, _LOOKED_FOR_REMOTELY = 10_000, 10  # images whose relative paths are tried
 _LOOKED_AT = 100  # files that may lie beside images
-
-
-def load_pairs(source: str, *, split: str, name: str | None = None, image_column: str = "image") -> datasets.Dataset:
-    """Loads one split of a dataset.
-
-    Args:
-        source: a folder written by `save_to_disk`, or anything that `datasets.load_dataset` accepts: a Hub id, or a
-            local file of a table or a tar, or a local folder, such as an imagefolder (images beside a `metadata.csv` or
-            `metadata.jsonl` with a `file_name` column), a folder with a `train.csv` whose columns hold image paths and
-            captions, separated by commas, tabs, semicolons or bars, or a folder of tar shards, whose JSON fields become
-            columns.
-        split: name of the split, for example "train", or slices such as "train[:10%]".
-        name: configuration of the dataset, if it has several.
-        image_column: the column of images; if there is no such column, the one of `find_column`, if any. Relative
-            paths of images in parquet files are relative to the file, as in `ImageTextStream`, and become absolute
-            here. Those in CSV and JSON files are relative to the working folder if there are such images, and else to
-            the file.
-
-    Raises:
-        ValueError: there is nothing to load at `source`, or it is a URL or another file; it has no such
-            split or configuration, in which case the message names the existing ones; or no image is where its relative
-            path says.
-    """
-    return Table(source, name).load(split, image_column)
 
 
 class Table:
@@ -64,8 +40,6 @@ class Table:
 
     def load(self, split: str, image_column: str = "image") -> datasets.Dataset:
         """`load_pairs` of this dataset."""
-        import datasets
-
         source = self._source
         if "://" in source and not source.startswith("hf://"):
             raise ValueError(
@@ -109,8 +83,6 @@ class Table:
     @cached_property
     def _saved(self) -> datasets.Dataset | datasets.DatasetDict | None:
         """The datasets in a folder of `save_to_disk`; None for any other source."""
-        import datasets
-
         files = datasets.config.DATASET_STATE_JSON_FILENAME, datasets.config.DATASETDICT_JSON_FILENAME
         if not any((Path(self._source) / file).is_file() for file in files):
             return None
@@ -130,9 +102,6 @@ class Table:
         return {str(split): [*map(str, files)] for split, files in (self._builder.config.data_files or {}).items()}
 
     def _load_files(self, split: str, image_column: str) -> datasets.Dataset:
-        import datasets
-        from huggingface_hub.errors import HFValidationError
-
         source = self._source
         try:
             builder, kind = self._builder, self._builder.info.builder_name
@@ -140,9 +109,9 @@ class Table:
             if separator not in (None, ",") and kind == "imagefolder":
                 raise ValueError(f"its metadata.csv separates the columns by {separator!r}. Write it with commas.")
             if separator and kind == "csv":
-                builder = dataset_builder(source, self._name, sep=separator, **opening.NONE_IS_TEXT)
+                builder = dataset_builder(source, self._name, sep=separator, **_NONE_IS_TEXT)
             if separator and kind == "imagefolder":
-                builder = opening.image_folder_builder(source, self._name)
+                builder = _image_folder_builder(source, self._name)
             if kind == "webdataset":
                 return _of_tar_files(self._files, split, image_column)
             builder.download_and_prepare()
@@ -172,6 +141,22 @@ class Table:
         return cause
 
 
+def _image_folder_builder(source: str, name: str | None) -> Any:
+    """The builder of a folder of images, which reads "None" and "NA" in a metadata.csv as texts."""
+    # Without any effect on the rows, the option parts what it stores from what its own method would read.
+    builder = dataset_builder(source, name, drop_metadata=False)
+    own = builder._read_metadata
+
+    def read(file: str, metadata_ext: str) -> Any:
+        if metadata_ext != ".csv":
+            return own(file, metadata_ext=metadata_ext)
+        with opening.existing_paths_are_literal():
+            return [datasets.Dataset.from_csv(file, keep_in_memory=True, **_NONE_IS_TEXT).data.table]
+
+    builder._read_metadata = read
+    return builder
+
+
 def _is_not_utf_8(file: str) -> bool:
     if file.rpartition(".")[2].lower() in IMAGE_EXTENSIONS:
         return False
@@ -181,8 +166,6 @@ def _is_not_utf_8(file: str) -> bool:
 
 def _selected(tables: Mapping[str, datasets.Dataset], split: str) -> datasets.Dataset:
     """The rows of such as "train[:10%]+test" among the tables of the splits."""
-    import datasets
-
     lengths = {name: len(rows) for name, rows in tables.items()}
     parts = [
         tables[part.splitname].select(range(part.from_ or 0, lengths[part.splitname] if part.to is None else part.to))
@@ -208,8 +191,6 @@ def _check_no_pairs_of_files(rows: datasets.Dataset, files: Sequence[str]) -> No
 
 def _of_tar_files(files: Mapping[str, Sequence[str]], split: str, image_column: str) -> datasets.Dataset:
     """The rows of tar files; ``files`` lists them by split."""
-    import datasets
-
     tables: dict[str, datasets.Dataset] = {}
     for name in dict.fromkeys(split_names(split)):
         if name not in files:
@@ -269,8 +250,6 @@ def _separator_of(file: str) -> str | None:
 
 def _with_whole_paths(rows: datasets.Dataset, files: Sequence[str], image_column: str) -> datasets.Dataset:
     """The rows, with the paths of their images joined to the folder of the files, if they are relative to it."""
-    import datasets
-
     kind, feature = rows.info.builder_name, rows.features.get(image_column)
     is_encoded = is_value(feature, "binary", "large_binary")
     if kind not in ("parquet", "csv", "json") or not holds_images(feature) or is_encoded:
@@ -305,8 +284,6 @@ def _are_beside(paths: Sequence[str], folders: Sequence[str]) -> bool:
 
     A ValueError says that none of them is there.
     """
-    from datasets.utils.file_utils import xexists
-
     if any(map(os.path.exists, paths)):
         return False
     for folder in folders:

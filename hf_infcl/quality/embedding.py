@@ -349,7 +349,7 @@ def check_cacheable(context: Context, tower: nn.Module | None, *, keeps: bool) -
         reason = 'the image tower trains. Freeze it with freeze="image", or keep the start\'s with keep_features'
     elif not isinstance(pairs, ImageTextDataset):
         reason = f"the training set is a {type(pairs).__name__}. Use an ImageTextDataset"
-    elif pairs.changes_images:
+    elif pairs.augmentation != "none" or pairs.on_bad_sample == "skip":
         reason = "images may differ from epoch to epoch. Use augmentation='none' and on_bad_sample='raise'"
     elif not isinstance(collator, ContrastiveCollator):
         reason = f"the data collator is a {type(collator).__name__}. Pass processing_class, or a ContrastiveCollator"

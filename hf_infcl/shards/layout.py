@@ -6,23 +6,19 @@ they are, and which tar file and name they have. The images of a table are such 
 `fsspec`, and so `datasets`, opens such URLs in a process that has imported this module.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import itertools
+import json
 import tarfile
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
 import fsspec
 
 from ..files.text import shortened, written_otherwise
 from .opening import open_shard
-
-if TYPE_CHECKING:
-    pass
 
 IMAGE_EXTENSIONS = frozenset(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "avif", "jp2"))
 
@@ -146,6 +142,14 @@ def tar_members(file: io.BufferedReader, url: str) -> Iterator[tuple[str, str, t
 
 def truncated(url: str, position: int) -> DamagedShardError:
     return DamagedShardError(f"The shard {url!r} is truncated: byte {position} of the tar file is missing.")
+
+
+def json_object(content: bytes) -> dict[str, Any]:
+    """The fields of an object; raises a ValueError for any other JSON, and for what is none."""
+    fields = json.loads(content)
+    if not isinstance(fields, dict):
+        raise ValueError(f"its .json holds a {type(fields).__name__}, not an object")
+    return fields
 
 
 _SCHEME = "tarmember://"

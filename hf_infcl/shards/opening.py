@@ -151,22 +151,17 @@ def _matches(pattern: str) -> list[str]:
 
 def _data_files(source: str, split: str, name: str | None) -> list[str]:
     """Files of a split of a local folder or a Hub repository, which `datasets` knows how to tell apart."""
-    from huggingface_hub.errors import HFValidationError
-
     if any(os.path.isfile(os.path.join(source, file)) for file in ("state.json", "dataset_dict.json")):
         raise ValueError(f"{source!r} is of save_to_disk. Read it without streaming, or write shards by to_parquet.")
     try:
         files = dataset_builder(source, name).config.data_files or {}
-    except ConnectionError as error:
-        raise ValueError(not_there("There is no folder of shards", source, error)) from error
-    except (OSError, HFValidationError, ValueError) as error:
+    except (OSError, ValueError) as error:  # a ConnectionError, and one for what is no Hub id, are such
         raise ValueError(not_there("There are no shards", source, error)) from error
     if split not in files:
         raise ValueError(f"{source!r} has no split {split!r}. Its splits are {[str(key) for key in files]}.")
     return sorted(str(file) for file in files[split])
 
 
-NONE_IS_TEXT: Any = {"keep_default_na": False, "na_values": [""]}  # for pandas, which reads CSV files
 # By the end of a file's name, the builder of `datasets` that reads it.
 KINDS_OF_FILES = {
     **{".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json"},
@@ -190,24 +185,6 @@ def dataset_builder(source: str, name: str | None, **options: Any) -> Any:
     listed_once = functools.cache(LocalFileSystem.ls)  # for `datasets` looks for its files with dozens of patterns
     with existing_paths_are_literal(), patch.object(LocalFileSystem, "ls", listed_once), hub_asked_once(source):
         return datasets.load_dataset_builder(source, name, **options)
-
-
-def image_folder_builder(source: str, name: str | None) -> Any:
-    """The builder of a folder of images, which reads "None" and "NA" in a metadata.csv as texts."""
-    import datasets
-
-    # Without any effect on the rows, the option parts what it stores from what its own method would read.
-    builder = dataset_builder(source, name, drop_metadata=False)
-    own = builder._read_metadata
-
-    def read(file: str, metadata_ext: str) -> Any:
-        if metadata_ext != ".csv":
-            return own(file, metadata_ext=metadata_ext)
-        with existing_paths_are_literal():
-            return [datasets.Dataset.from_csv(file, keep_in_memory=True, **NONE_IS_TEXT).data.table]
-
-    builder._read_metadata = read
-    return builder
 
 
 def shard_names(urls: Sequence[str]) -> list[str]:

@@ -15,9 +15,8 @@ import pyarrow
 import pyarrow.parquet
 
 from ..files.text import lacks_column, listed, shortened
-from .layout import IMAGE_EXTENSIONS, DamagedShardError, apart, dots_in, tar_samples
+from .layout import IMAGE_EXTENSIONS, DamagedShardError, apart, dots_in, json_object, tar_samples
 from .opening import open_shard
-from .tar_tables import json_object, tar_table
 
 # Number of samples that are inspected to find out where images and captions are.
 _PROBED = 100
@@ -187,6 +186,8 @@ class TarReader:
     @staticmethod
     def features(urls: Sequence[str], image_column: str) -> Mapping[str, object]:
         """The columns that the shards have as a table, as their first samples show them; a ValueError without any."""
+        from .tar_tables import tar_table  # `datasets` is loaded where it is used
+
         return tar_table([(url, url) for url in urls], image_column, "train", _PROBED).features
 
     def samples(self, url: str, position: int = 0, stop: int | None = None) -> Iterator[tuple[int, str, Sample]]:

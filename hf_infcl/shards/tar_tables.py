@@ -1,27 +1,22 @@
 """Tar shards as a table of the contents of files and JSON fields, with the places of images in the shards."""
 
-from __future__ import annotations
-
 import io
 import itertools
-import json
 import os
 import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow
 
 from ..files.text import ERRORS, describe_cause, is_unicode, shortened, written_otherwise
-from .layout import IMAGE_EXTENSIONS, DamagedShardError, member_url, tar_samples
+from .layout import IMAGE_EXTENSIONS, DamagedShardError, json_object, member_url, tar_samples
 from .opening import content_tag, digest, open_shard
-
-if TYPE_CHECKING:
-    import datasets
 
 KEY, SHARD = "__key__", "__url__"  # as `datasets` calls the columns
 _FIRST = "\0image"  # the first image of each sample, until it is known whether there is one
@@ -51,8 +46,6 @@ def tar_table(
     Raises:
         ValueError: no sample can be used.
     """
-    import datasets
-
     samples = _Samples(image_column)
     for path, name in shards:
         if len(samples.errors) < most:
@@ -181,14 +174,6 @@ class _Samples:
                     row[extension] = parse(content)
             except Exception as error:  # parsers raise exceptions of many classes
                 errors[extension] = describe_cause(error)
-
-
-def json_object(content: bytes) -> dict[str, Any]:
-    """The fields of an object; raises a ValueError for any other JSON, and for what is none."""
-    fields = json.loads(content)
-    if not isinstance(fields, dict):
-        raise ValueError(f"its .json holds a {type(fields).__name__}, not an object")
-    return fields
 
 
 def _flat(fields: Mapping[str, object], errors: dict[str | None, str], prefix: str = "") -> Iterator[tuple[str, Any]]:
