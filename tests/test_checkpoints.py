@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,13 +35,14 @@ from hf_infcl.processes import lock
 from hf_infcl.processes.lock import LOCK_NAME, locked
 from hf_infcl.processes.signals import SIGNALS, Preempted, Preemption
 from hf_infcl.trainer import checkpoints
-from hf_infcl.trainer.checkpoints import MANIFEST_NAME, Checkpoint, Checkpoints, choose, damage, rotate
+from hf_infcl.trainer.checkpoints import MANIFEST_NAME, Checkpoint, choose, damage, rotate
 
 # Two windows per epoch. With dropout the weights reveal a random state that was not restored.
 OPTIONS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
 FIRST_IS_BEST: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
 FIRST_IS_BEST |= {"metric_for_best_model": "loss", "greater_is_better": True}  # which falls
 RECORD = RunRecord({"model": "model"})
+ALONE: Any = {"completes": True, "flushes": True, "ends_on_failure": False}
 
 
 def trainer(folder: Any, seed: int = 0, **options: Any) -> Any:
@@ -420,10 +422,6 @@ def write_files(checkpoint: Checkpoint, content: float = 0.0) -> None:
     torch.save(torch.full((25_000,), content), checkpoint.partial / "optimizer.pt")
 
 
-def saver(**options: Any) -> Checkpoints:
-    return Checkpoints(completes=True, flushes=True, **options)
-
-
 @pytest.mark.parametrize("limit", [100, 20_000, 60_000], ids=["config", "model", "optimizer"])
 def test_a_full_disk_costs_one_checkpoint_only(tmp_path, limit, caplog):
     def write(checkpoint: Checkpoint) -> None:
@@ -433,13 +431,12 @@ def test_a_full_disk_costs_one_checkpoint_only(tmp_path, limit, caplog):
         finally:
             let_files_grow_to(resource.RLIM_INFINITY)
 
-    saves = saver()
     for step in (2, 4, 6):
-        saved = saves.save(str(tmp_path), step, RECORD, write)
-        assert (saved is None) == (step == 4)
-        assert saves.saved_step == (2 if step == 4 else step)
-        if saved is not None:
-            rotate(tmp_path, 2, [saved.folder])
+        checkpoint = Checkpoint(tmp_path, step)
+        saved = checkpoint.save(RECORD, partial(write, checkpoint), **ALONE)
+        assert saved == (step != 4)
+        if saved:
+            rotate(tmp_path, 2, [checkpoint.folder])
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-6"}
     assert "checkpoint-4 could not be written, and the training continues without it" in caplog.text
 
@@ -457,13 +454,13 @@ class Starve(TrainerCallback):
 @on_ranks(2)
 def test_a_rank_that_cannot_write_costs_all_this_checkpoint(rank, world_size, tmp_path):
     run = trained(trainer(tmp_path, callbacks=[Starve()] if rank == 1 else [], logging_strategy="no"))
-    assert run.state.global_step == 4
+    assert (run.state.global_step, run.saved_step) == (4, 2)
     torch.distributed.barrier()  # rank 0 removes what was written, and rank 1 does not wait for that
     assert {path.name for path in Path(tmp_path).iterdir()} == {LOCK_NAME, "checkpoint-2"}
     # Without a state of the optimizer, rank 1 writes nothing and needs no tmp_path.
     starved = [Starve()] if rank == 0 else []
     run = trained(trainer(f"{tmp_path}/of-rank-{rank}", save_only_model=True, callbacks=starved, logging_strategy="no"))
-    assert run.state.global_step == 4
+    assert (run.state.global_step, run.saved_step) == (4, 2)
 
 
 # ---- Killed ----
@@ -526,9 +523,9 @@ def save_next(folder: Path, step: int, *moment: int | None) -> int:
     """Saves the checkpoint of a step and removes the one before."""
 
     def save() -> None:
-        saved = saver().save(str(folder), step, RECORD, lambda checkpoint: write_files(checkpoint, step))
-        assert saved is not None
-        rotate(folder, 1, [saved.folder])
+        checkpoint = Checkpoint(folder, step)
+        assert checkpoint.save(RECORD, partial(write_files, checkpoint, step), **ALONE)
+        rotate(folder, 1, [checkpoint.folder])
 
     return count_calls(save, *moment)
 

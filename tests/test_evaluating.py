@@ -529,7 +529,7 @@ def test_few_batches_lie_in_pinned_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.utils.data._utils.pin_memory, "pin_memory", lambda x, _: pinned.append(1) or x)
     options = {"num_workers": 2, "prefetch_factor": 5, "pin_memory": True}
     unbounded = iter(DataLoader(range(12), **options))
-    bounded = AnnouncingDataLoader(DataLoader(range(12), **options), lambda batch: batch)
+    bounded = AnnouncingDataLoader(DataLoader(range(12), **options))
     ahead = []
     for begin in (lambda: next(unbounded), bounded.begin):
         pinned.clear()
@@ -568,7 +568,7 @@ class Epochs(Dataset):
 def test_workers_that_start_early_read_the_epoch_of_the_evaluation(tmp_path, early):
     data = Epochs()
     loader = trainer_for(tmp_path).accelerator.prepare(DataLoader(data, num_workers=1, persistent_workers=True))
-    batches = AnnouncingDataLoader(loader, lambda batch: batch)
+    batches = AnnouncingDataLoader(loader)
     for epoch in range(2):
         if early:
             data.read.clear()
@@ -582,7 +582,7 @@ def test_workers_that_start_early_read_the_epoch_of_the_evaluation(tmp_path, ear
 def test_no_worker_starts_before_all_processes_shuffle_alike(rank, world_size, tmp_path):
     trainer = trainer_for(tmp_path, accelerator_config={"use_seedable_sampler": False})
     loader = DataLoader(range(8), shuffle=True, generator=torch.Generator().manual_seed(rank))
-    batches = AnnouncingDataLoader(trainer.accelerator.prepare(loader), lambda batch: batch)
+    batches = AnnouncingDataLoader(trainer.accelerator.prepare(loader))
     with mock.patch.object(DataLoader, "__iter__", side_effect=AssertionError("it starts")):
         batches.begin()
     assert gather_rows(torch.cat(list(batches))).sort().values.tolist() == list(range(8))

@@ -244,15 +244,24 @@ class Roots(LossTerm):
         return self.weight.sqrt().sum() if self.is_last else self.weight.square().sum()
 
 
-def rank_of_roots(rank: int, world_size: int, folder: str, value: float, skips: int) -> tuple[str, float, list[Any]]:
-    term = Roots(value, rank == world_size - 1)
-    run = trainer(folder, term, per_device_train_batch_size=4, gradient_accumulation_steps=2, skip_nonfinite=skips)
+def rank_of_roots(
+    rank: int, world_size: int, folder: str, value: float, skips: int, fails_at: int | None = None
+) -> tuple[str, float, list[Any], list[Any]]:
+    term, seen, backwards = Roots(value, rank == world_size - 1), WindowsSeen(), []
+
+    def after_backward(index: int, scale: float) -> None:
+        backwards.append((index, term.weight.grad is not None))
+        assert rank == 0 or index != fails_at
+
+    vars(seen)["after_backward"] = after_backward
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    run = trainer(folder, term, seen, skip_nonfinite=skips, **sizes)
     try:
         run.train()
-    except ValueError as error:
-        return str(error), term.weight.item(), []
+    except (ValueError, AssertionError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}", term.weight.item(), [], backwards
     logs = [entry for entry in run.state.log_history if "loss" in entry]
-    return "", term.weight.item(), [(entry.get("skipped_windows"), entry["grad_norm"]) for entry in logs]
+    return "", term.weight.item(), [(entry.get("skipped_windows"), entry["grad_norm"]) for entry in logs], backwards
 
 
 @pytest.mark.parametrize("skips", [0, 5])
@@ -261,9 +270,18 @@ def rank_of_roots(rank: int, world_size: int, folder: str, value: float, skips: 
     [(-1.0, "these are not finite: the term roots"), (0.0, "that of the parameters of a term")],
 )
 def test_numbers_of_a_term_that_are_not_finite_are_found_on_all_processes(ranks, tmp_path, value, cause, skips):
-    for message, weight, skipped in ranks.run(rank_of_roots, 2, str(tmp_path), value, skips, timeout=60):
+    """An observer sees every backward: which window is skipped is known after its last one."""
+    for message, weight, skipped, seen in ranks.run(rank_of_roots, 2, str(tmp_path), value, skips, timeout=60):
         assert weight == value
         assert cause in message if skips == 0 else skipped == [(1, 0.0), (2, 0.0)]
+        assert seen == [(0, True), (1, True)] * (1 if skips == 0 else 2)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_an_observer_that_fails_on_one_process_in_a_window_that_is_skipped_ends_all(ranks, tmp_path, index):
+    heard, own = ranks.run(rank_of_roots, 2, str(tmp_path), -1.0, 5, index, timeout=60)
+    assert "rank 1: AssertionError" in heard[0]
+    assert own[0].startswith("AssertionError")
 
 
 OF_OBSERVERS = ("after_first_pass", "after_backward", "end_window")

@@ -24,7 +24,6 @@ from hf_infcl.step.terms import Context
 from hf_infcl.step.window import Window
 from hf_infcl.trainer import loop_events as progress
 from hf_infcl.trainer import resuming
-from hf_infcl.trainer.checkpoints import Checkpoints
 from hf_infcl.trainer.evaluating import Evaluator
 from hf_infcl.trainer.loaders import CaptionNotices
 from hf_infcl.trainer.loop_events import Progress, saved_early
@@ -153,15 +152,14 @@ def test_a_complete_run_trains_nothing_more(checkpoint, tmp_path, monkeypatch):
     ],
 )
 def test_a_signal_ends_a_training_with_one_checkpoint_of_its_last_step(caplog, trained, saved_step, expected):
-    checkpoints, saves = Checkpoints(completes=False, flushes=False), []
-    checkpoints.saved_step = saved_step
+    saves = []
 
     def save(model: str, trial: str) -> None:
-        saves.append((checkpoints.saved_step, model, trial))
-        checkpoints.saved_step = 3
+        saves.append((trainer.saved_step, model, trial))
+        trainer.saved_step = 3
 
     handler = SimpleNamespace(on_save=lambda *told: saves.append(told))
-    parts = {"state": TrainerState(global_step=3), "checkpoints": checkpoints, "callback_handler": handler}
+    parts = {"state": TrainerState(global_step=3), "saved_step": saved_step, "callback_handler": handler}
     parts |= {"model_wrapped": "model", "args": "args", "control": "control"}
     trainer = SimpleNamespace(**parts, steps_trained=int(trained), _save_checkpoint=save)
     ended = saved_early(trainer, "trial", 15)

@@ -41,9 +41,9 @@ def window_of(data: models.Pairs, count: int) -> Window:
     return Window(batches)
 
 
-def run(step: WindowStep, model: nn.Module, window: Window) -> Tensor:
+def run(step: WindowStep, window: Window) -> Tensor:
     """The loss of a window, whose gradient is added to the parameters'."""
-    return step.run(model, window, 0)
+    return step.run(window, 0)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -63,7 +63,7 @@ def test_the_gradient_of_a_window_is_that_of_plain_autograd(tmp_path, build, rep
     whole = torch.stack([g.norm() for g in gradients(plain).values()]).norm()
     for count in (1, 2, 4):
         model = build()
-        loss = run(step_of(tmp_path, model), model, window_of(data, count))
+        loss = run(step_of(tmp_path, model), window_of(data, count))
         assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
         assert gradients(model).keys() == gradients(plain).keys()
         for name, gradient in gradients(plain).items():
@@ -91,7 +91,7 @@ def test_retained_graphs_spare_forwards_and_change_nothing_as_offloading(tmp_pat
         hook = model.register_forward_pre_hook(lambda *args: runs.append(1))
         runs.clear()
         torch.manual_seed(0)
-        run(step, model, window_of(models.Pairs(8), 4))
+        run(step, window_of(models.Pairs(8), 4))
         hook.remove()
         found.append(gradients(model))
     plain, other = found
@@ -104,7 +104,7 @@ def test_a_frozen_tower_runs_once_per_window(tmp_path, tower):
     model, runs = models.clip(dropout=0.3), []
     frozen = {"image": model.vision_model, "text": model.text_model}[tower]
     next(frozen.children()).register_forward_pre_hook(lambda *args: runs.append(1))
-    run(step_of(tmp_path, model, freeze=tower), model, window_of(models.Pairs(8), 4))
+    run(step_of(tmp_path, model, freeze=tower), window_of(models.Pairs(8), 4))
     assert len(runs) == 4
     still = {"image": ("vision_model", "visual_projection"), "text": ("text_model", "text_projection")}[tower]
     assert gradients(model).keys() == {name for name, _ in model.named_parameters() if not name.startswith(still)}
@@ -117,7 +117,7 @@ def test_batch_norms_advance_once_for_each_micro_batch(tmp_path, retain):
     plain = copy.deepcopy(model).train()
     step, window = step_of(tmp_path, model, retain_graphs=retain), window_of(models.Pairs(16), 4)
     batches, draws = [dict(batch) for batch in window.batches], Draws(model)
-    run(step, model, window)
+    run(step, window)
     for batch in batches:
         set_random_state(draws.states[key_of(batch["input_ids"])], torch.device("cpu"))
         plain(**batch)
@@ -128,7 +128,7 @@ def test_batch_norms_advance_once_for_each_micro_batch(tmp_path, retain):
 
 def test_images_are_let_go_after_their_last_use(tmp_path):
     model, window = models.clip(), window_of(models.Pairs(8), 2)
-    run(step_of(tmp_path, model), model, window)
+    run(step_of(tmp_path, model), window)
     assert all("pixel_values" not in batch and "input_ids" in batch for batch in window.batches)
 
 
@@ -140,7 +140,7 @@ def test_a_loss_that_is_not_finite_stops_before_it_does_harm(tmp_path):
         r"micro-batch 1, row 1 \(11 of the training set\)\. The weights are those after the last step\."
     )
     with pytest.raises(ValueError, match=message):
-        run(step_of(tmp_path, model), model, window_of(data, 2))
+        run(step_of(tmp_path, model), window_of(data, 2))
     assert not gradients(model)
 
 
@@ -149,15 +149,15 @@ def test_windows_are_skipped_and_counted(tmp_path):
     bad, model = models.Pairs(8), models.clip()
     bad.images[5] = torch.nan
     step = step_of(tmp_path, model, skip_nonfinite=1)
-    loss = run(step, model, window_of(models.Pairs(8), 2))
+    loss = run(step, window_of(models.Pairs(8), 2))
     with torch.no_grad():
         model.logit_scale.fill_(math.log(3000))
     step.after_optimizer_step(torch.optim.SGD(model.parameters()))
     assert model.logit_scale.exp().item() == pytest.approx(100)
     before = {name: gradient.clone() for name, gradient in gradients(model).items()}
-    assert run(step, model, window_of(bad, 2)) == loss
+    assert run(step, window_of(bad, 2)) == loss
     assert all(torch.equal(gradient, before[name]) for name, gradient in gradients(model).items())
     step.after_optimizer_step(torch.optim.SGD(model.parameters()))
     assert (step.windows, step.checks.skipped, step.checks.last_loss) == (1, 1, loss.item())
     with pytest.raises(ValueError, match="Steps skipped just before it: 1"):
-        run(step, model, window_of(bad, 2))
+        run(step, window_of(bad, 2))

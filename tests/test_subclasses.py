@@ -22,7 +22,6 @@ from hf_infcl.step.checks import NumberChecks
 from hf_infcl.step.step import WindowStep
 from hf_infcl.step.window import Window
 from hf_infcl.trainer import evaluating
-from hf_infcl.trainer.checkpoints import Checkpoints
 from hf_infcl.trainer.loaders import TrainingData
 from hf_infcl.trainer.loop_events import LoopEvents, Progress
 from hf_infcl.trainer.model_files import Pushes
@@ -153,7 +152,7 @@ def test_no_part_holds_the_trainer(tmp_path):
     seen: dict[int, Any] = {}
     found = [value for part in [*ours, *trainer.callback_handler.callbacks] for value in reached(part, seen)]
     kinds = {type(value) for value in found}
-    assert kinds >= {Checkpoints, LoopEvents, NumberChecks, Phases, Progress, Pushes, Resumption}
+    assert kinds >= {LoopEvents, NumberChecks, Phases, Progress, Pushes, Resumption}
     assert kinds >= {TrainingData, Window, WindowStep}
     assert not [value for value in found if isinstance(value, Trainer)]
 

@@ -2,12 +2,13 @@
 
 import gc
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import datasets
 import pytest
 import torch
+from accelerate import Accelerator
 from helpers import models
 from helpers.processes import on_ranks
 from helpers.trainers import TrainedRows, arguments, trained, trainer_for
@@ -16,11 +17,12 @@ from transformers import TrainerCallback
 
 from hf_infcl.data.replay import Epochs, TableRows
 from hf_infcl.data.streams import Share
+from hf_infcl.models.dual_encoder import DualEncoder
 from hf_infcl.options.record import RunRecord
 from hf_infcl.processes.collectives import Processes
 from hf_infcl.processes.signals import Interruptions
 from hf_infcl.step.extensions import NO_ROWS
-from hf_infcl.step.window import Window
+from hf_infcl.step.terms import Context
 from hf_infcl.trainer import loaders
 from hf_infcl.trainer.loaders import TrainingData
 
@@ -382,32 +384,32 @@ class Counting(Interruptions):
         return super().agree(numbers)
 
 
-def fetch(data: TrainingData, batches: Iterator[Any], step: int, agreed: list[Any]) -> Window:
-    return data.fetch(
-        lambda source, number, device: (list(itertools.islice(source, number)), None),
-        *(batches, step, "exclude", Counting(agreed)),
-    )
+def training_data(folder: Any, agreed: list[Any], resumed: RunRecord | None = None) -> TrainingData:
+    context = Context(DualEncoder(models.clip()), Accelerator(cpu=True), arguments(folder), "exclude", dict)
+    return TrainingData(context, Counting(agreed), None, resumed)
 
 
 def test_windows_are_full_and_counted_until_the_data_ends(tmp_path):
     """Global batches of 8; each pass has two, and half of a third one, after which nothing is read or agreed."""
-    data, agreed, batch = TrainingData(None, arguments(tmp_path)), [], models.Pairs(4).batch()
+    agreed: list[Any] = []
+    data, batch = training_data(tmp_path, agreed), models.Pairs(4).batch()
     with pytest.raises(
         ValueError, match=r"first global batch of 8 pairs was full.*\[4\] of 8 each in full micro-batch"
     ):
-        fetch(data, iter([batch]), 0, [])
+        data.fetch(iter([batch]), 0)
+    agreed.clear()
     for epoch in range(2):
         data.begin_epoch(epoch, lambda _: NO_ROWS)
         batches = iter([{**batch, "skipped": torch.tensor([0, 1, 0, 1])} for _ in range(5)])
         lengths = []
         for step in range(1, 6):
-            lengths.append(len(window := fetch(data, batches, step, agreed)))
+            lengths.append(len(window := data.fetch(batches, step)))
             if len(window):
                 data.end_window()
         assert lengths == [2, 2, 0, 0, 0]
         assert len(agreed) == 3 * (epoch + 1)
         assert RunRecord({}, **data.position()) == RunRecord({}, skipped_samples=8 * (epoch + 1))
-    resumed = TrainingData(None, arguments(tmp_path), RunRecord({}, skipped_samples=16))
+    resumed = training_data(tmp_path, [], RunRecord({}, skipped_samples=16))
     assert resumed.position() == data.position()
 
 
@@ -424,7 +426,7 @@ def test_a_collator_of_other_things_is_told(tmp_path, changes, message):
     if isinstance(changes, dict):
         batch = {k: v for k, v in {**models.Pairs(4).batch(), **changes}.items() if v is not None}
     with pytest.raises(ValueError, match=message):
-        fetch(TrainingData(None, arguments(tmp_path)), iter([batch] * 2), 0, [])
+        training_data(tmp_path, []).fetch(iter([batch] * 2), 0)
 
 
 # ---- Streams ----

@@ -41,6 +41,7 @@ class RunRecord:
     optimizer: dict[str, Any] = field(default_factory=dict)  # its options and those of its schedule
     micro_batches: dict[str, Any] | None = None  # how the global batch was divided, and on which devices
     compiled: str | None = None  # what was compiled; None if it was not decided
+    loss_since_log: tuple[float, int] | None = None  # the sum of the losses since the last log, and the step of that
 
     def write(self, checkpoint: str | Path) -> None:
         text = json.dumps(asdict(self), indent=2, ensure_ascii=False)
@@ -102,11 +103,10 @@ def options_of_arguments(args: InfCLTrainingArguments, mixed_precision: str) -> 
 def options_of_data(parts: Sequence[Any], collator: Any) -> dict[str, Any]:
     """The options of the training set's parts that have a property ``options``, and of the collator, as JSON values."""
     described = [part.options for part in parts if isinstance(getattr(part, "options", None), Mapping)]
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"collator": getattr(collator, "__qualname__", type(collator).__qualname__)}
     for number, of_part in enumerate(described, 1):
         place = f"dataset {number}" if len(described) > 1 else "dataset"
         options |= {f"{place}: {name}": value for name, value in of_part.items()}
-    options["collator"] = getattr(collator, "__qualname__", type(collator).__qualname__)
     if isinstance(getattr(collator, "options", None), Mapping):
         options |= {f"collator: {name}": value for name, value in collator.options.items()}
     return as_json(options)

@@ -316,11 +316,10 @@ class AnnouncingDataLoader:
 
     Args:
         dataloader: torch's or accelerate's loader.
-        each: is given each batch when it is asked for, and returns what takes its place.
     """
 
-    def __init__(self, dataloader: Any, each: Callable[[Any], Any]) -> None:
-        self._dataloader, self._each = dataloader, each
+    def __init__(self, dataloader: Any) -> None:
+        self._dataloader = dataloader
         self._is_of_accelerate = hasattr(dataloader, "base_dataloader")  # it has torch's within
         self._workers = _EarlyLoader(dataloader.base_dataloader if self._is_of_accelerate else dataloader)
 
@@ -340,7 +339,7 @@ class AnnouncingDataLoader:
                 batch = next(batches, None)
             if batch is None:
                 return
-            yield self._each(batch)
+            yield batch
 
     def _on_device(self) -> Iterator[Any]:
         """The batches of accelerate's loader, which moves those of the workers to the device."""

@@ -28,8 +28,7 @@ def _note() -> None:
     _inherited = _variables(_parent)
 
 
-if hasattr(os, "register_at_fork"):  # Windows does not fork
-    os.register_at_fork(after_in_child=_note)
+os.register_at_fork(after_in_child=_note)
 
 
 def is_launched() -> bool:

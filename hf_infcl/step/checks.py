@@ -95,14 +95,16 @@ class NumberChecks:
         if not last:
             return
         self._loss, is_finite = torch.stack([passes.loss, finite.to(passes.loss)]).tolist()
+        if math.isfinite(self._loss) and is_finite:
+            window.gradient_norms = norms
+            return
+        Processes().agree([])  # where an error of another process's observer arrives
         if not math.isfinite(self._loss):
             because = f"{self._loss}, because {self._cause_of_loss(window)}"
             self.refuse(f"The loss of the global batch after step {step} is {because}.")
-        elif not is_finite:
+        else:
             which = self._cause_of_gradient(passes, window)
             self.refuse(f"The gradient of the global batch after step {step} is not finite: {which}.")
-        else:
-            window.gradient_norms = norms
 
     def _cause_of_loss(self, window: Window) -> str:
         cause = self._places(self.finite_rows, window)

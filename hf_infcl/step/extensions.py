@@ -109,7 +109,10 @@ class StepObserver(Extension):
         """Sees the features of the window, [images, D] and [texts, D] without a graph, in the order of its rows."""
 
     def after_backward(self, index: int, scale: float) -> None:
-        """Called after the backward of each micro-batch; the gradients are multiplied by ``scale`` (that of fp16)."""
+        """Called after the backward of each micro-batch; the gradients are multiplied by ``scale`` (that of fp16).
+
+        Also of a window whose loss or gradient is not finite: it is skipped, or refused, after its last micro-batch.
+        """
 
     def end_window(self, window: Window, scale: float) -> None:
         """Called when the gradient of a window that is not skipped is complete, before it is clipped."""

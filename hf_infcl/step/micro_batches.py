@@ -24,7 +24,7 @@ from transformers.utils import logging
 from ..files.text import counted
 from ..loss.cuda_graphs import forget_recordings
 from ..models.dual_encoder import TEXT_INPUTS
-from ..options.arguments import InfCLTrainingArguments, largest_micro_batch, possible_micro_batches
+from ..options.arguments import InfCLTrainingArguments, divide_global_batch, largest_micro_batch, possible_micro_batches
 from ..options.contrastive import DIVISION, SEARCHED
 from ..options.record import RunRecord
 from ..processes.collectives import OtherRankFailedError, Processes, alone, announce_failure, failures_announced
@@ -112,7 +112,7 @@ def find_micro_batches(
     kept = (of_stream or {}).get(DIVISION[0], 0)
     divides = args.divides_by_itself and kept not in possible_micro_batches(args)
     if args.divides_by_itself and not divides:
-        _divide(args, kept)
+        divide_global_batch(args, kept, None)
     if not memory_is_known(args.device):
         return
     if not args.divides_by_itself and args.gradient_accumulation_steps == 1:
@@ -134,7 +134,7 @@ def find_micro_batches(
         trials = Trials(context, batch)
     trial = Trial(0, *(max(1, int(getattr(args, name).replace("auto", "1"))) for name in SEARCHED))
     if divides:
-        _divide(args, _micro_batch(args, trials, trial))
+        divide_global_batch(args, _micro_batch(args, trials, trial), None)
     trial = trial._replace(micro_batch=args.per_device_train_batch_size)
     if args.texts_at_once == "auto":
         # A compiled model launches few kernels: texts at once save as much time as the graphs that fit in their place,
@@ -288,7 +288,7 @@ class Trials:
             # As a window of the training, which keeps what was loaded.
             window = Window(batches, self._padding, trial.texts, last_has_texts=self._grouped, keeps_loaded=True)
             with closing(step):
-                step.run(model, window, 0)
+                step.run(window, 0)
             peak = torch.cuda.max_memory_allocated(device)
             return max(1, peak - before - len(reserved)), left_over(peak, device)[0]
 
@@ -340,11 +340,6 @@ def _resumed(args: InfCLTrainingArguments, record: RunRecord | None) -> bool:
     return True
 
 
-def _divide(args: InfCLTrainingArguments, micro_batch: int) -> None:
-    args.per_device_train_batch_size = micro_batch
-    args.gradient_accumulation_steps = args.global_batch_size // args.world_size // micro_batch
-
-
 def _machines(args: InfCLTrainingArguments) -> list[str]:
     """The device of each process, with its memory; collective."""
     description = args.device.type
@@ -357,7 +352,7 @@ def _machines(args: InfCLTrainingArguments) -> list[str]:
 # ---- A step that runs out of memory is repeated before anything was updated ----
 
 
-def run_repeating(step: WindowStep, model: nn.Module, window: Window, number: int) -> Tensor:
+def run_repeating(step: WindowStep, window: Window, number: int) -> Tensor:
     """Runs the step of a window, repeats it as long as memory runs out, and returns the loss; collective.
 
     Each time it keeps one graph fewer or, if it keeps only one, has halved micro-batches.
@@ -374,7 +369,7 @@ def run_repeating(step: WindowStep, model: nn.Module, window: Window, number: in
         largest = max(window.sizes[0])
         try:
             with step.compilation.active(window):
-                loss = step.run(model, window, number)
+                loss = step.run(window, number)
             window.loaded.clear()
             return loss
         except (torch.OutOfMemoryError, OtherRankFailedError) as error:

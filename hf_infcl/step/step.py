@@ -97,7 +97,7 @@ class WindowStep:
         self._fetcher = Fetcher(args.device) if args.offload_inputs else None
         self.term_parameters = term_parameters(self.extensions)  # what trains beside the model
         self.checks = NumberChecks(context, record, self.term_parameters, rows_of_dataset)
-        self.context, self._phases = context, phases
+        self.context, self._phases, self._model = context, phases, model
         self._resumes = record is not None and isinstance(self.wrapper, DDP) and args.world_size > 2
         if isinstance(self.wrapper, DDP) and args.ddp_broadcast_buffers is None:
             # Buffers that never change need no exchange, and a process that fails before it would block the others.
@@ -110,7 +110,7 @@ class WindowStep:
 
     # ---- The step ----
 
-    def run(self, model: nn.Module, window: Window, step: int) -> Tensor:
+    def run(self, window: Window, step: int) -> Tensor:
         """Adds the gradient of a window to that of the parameters.
 
         Returns:
@@ -128,12 +128,12 @@ class WindowStep:
                 extension.begin_window(window, step)
         wrapper.begin_window()
         if self.windows == 0 and self._resumes:
-            self._order_buckets(model, window)
+            self._order_buckets(window)
         # ---- First pass: the features of all micro-batches ----
         self._phases.enter("the first pass", step)
         micro_batches, self._forwards = [MicroBatch() for _ in window.batches], 0
         passes = CachedWindow(
-            lambda micro_batch: self._encode(model, micro_batch, arriving, alone=count == 1),
+            lambda micro_batch: self._encode(micro_batch, arriving, alone=count == 1),
             micro_batches,
             device=args.device,
             retain=self.graphs.graphs(wrapper.most_graphs(count)),
@@ -192,16 +192,16 @@ class WindowStep:
             if last and (self._together or self._awaits_observers):
                 Processes().agree([])  # where a lack of memory, or an observer's error, on another process arrives
                 self.may_repeat = False
-            repeats = self._together and not last
-            with self._announced() if repeats else nullcontext(), wrapper.gradient_sync(last):
-                with record_function("infcl: second pass"):
-                    if (surrogate := passes.surrogate(index)) is not None:
-                        accelerator.backward(surrogate)
-                    del surrogate  # and its graph
-                checks.check(passes, window, step, last=last)
+            watched = self._announced if self._together and not last else nullcontext
+            with watched(), wrapper.gradient_sync(last), record_function("infcl: second pass"):
+                if (surrogate := passes.surrogate(index)) is not None:
+                    accelerator.backward(surrogate)
+                del surrogate  # and its graph
             with self._announced():
-                for observer in () if checks.skipping else self._observers:
+                for observer in self._observers:
                     observer.after_backward(index, scale)
+            with watched():
+                checks.check(passes, window, step, last=last)
             window.release(index)
             if every is not None and step % every == 0:
                 clear_device_cache()
@@ -210,7 +210,7 @@ class WindowStep:
         # ---- The end of the window ----
         if checks.skipping:
             if accelerator.scaler is not None:  # which then skips the step, for which there are no gradients
-                first = next(p for p in model.parameters() if p.requires_grad)
+                first = next(p for p in wrapper.parameters() if p.requires_grad)
                 first.grad = torch.full_like(first, math.inf)
             return torch.full_like(loss, checks.last_loss, dtype=torch.float32)
         if self.windows == 0:
@@ -225,7 +225,7 @@ class WindowStep:
             Processes().agree([])  # where an error of another process arrives, before anything else is exchanged
         return loss.float()
 
-    def _order_buckets(self, model: nn.Module, window: Window) -> None:
+    def _order_buckets(self, window: Window) -> None:
         """Lets DDP order its buckets before a resumed training, as it does after its first backward.
 
         The sum of three processes or more depends on the place of a gradient in its bucket, so that the first step
@@ -233,7 +233,7 @@ class WindowStep:
         """
         self._forwards, parameters = 0, self.context.encoder.temperature_parameters
         with undone(self.wrapper, self.context.args.device), self.wrapper.gradient_sync(True):
-            features = self._encode(model, MicroBatch(), iter([dict(window.batches[-1])]), alone=False)
+            features = self._encode(MicroBatch(), iter([dict(window.batches[-1])]), alone=False)
             total = torch.stack([one.float().sum() for one in (*features, *parameters)]).sum()
             if total.requires_grad:
                 self.context.accelerator.backward(total)
@@ -261,9 +261,7 @@ class WindowStep:
         """Announces errors, except under FSDP, where the other processes may be waiting within the same forward."""
         return failures_announced(repeats=self._together and self.may_repeat) if self.repeats else nullcontext()
 
-    def _encode(
-        self, model: nn.Module, micro_batch: MicroBatch, arriving: Iterator[dict[str, Any]], alone: bool
-    ) -> Features:
+    def _encode(self, micro_batch: MicroBatch, arriving: Iterator[dict[str, Any]], alone: bool) -> Features:
         """Image and text embeddings of a micro-batch, [images, D] and [texts, D], normalised; in both passes."""
         self._phases.note_progress()
         self._forwards += 1
@@ -279,10 +277,10 @@ class WindowStep:
             )
         # Leaving out a tower would trigger another compilation of a whole model.
         frozen_outputs = None if self.compilation.decided == MODEL else micro_batch.frozen_outputs
-        forward: Callable[..., object] = model
+        forward: Callable[..., object] = self._model
         if self._asks and len(images_of(inputs)) == len(inputs["input_ids"]) and not inputs.get(NO_TEXTS):
-            forward, self._asks = asked_for_loss(self.context, model), False
-        encode = self.recording.encode if alone and forward is model else self.context.encoder.embed
+            forward, self._asks = asked_for_loss(self.context, self._model), False
+        encode = self.recording.encode if alone and forward is self._model else self.context.encoder.embed
         embeds: Features = encode(forward, inputs, frozen_outputs)
         if micro_batch.references is None:  # in the first pass
             micro_batch.references = [term.reference(inputs, frozen_outputs or {}) for term in self._terms]

@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpoint:
-    """A checkpoint while it is written, after ``step`` trained optimizer steps.
+    """A checkpoint while it is written, after ``step`` trained optimizer steps, completely or not at all.
 
-    Call `begin`, write its files, then call `flush` and `complete`. Every process has to return from one before any
-    process calls the next.
+    `save` calls `begin`, lets the processes write its files, and calls `flush` and `complete`. Every process has to
+    return from one before any process calls the next.
 
     Attributes:
         folder: the location of the complete checkpoint.
@@ -52,6 +52,45 @@ class Checkpoint:
         self.folder = Path(output_dir, name)
         self.partial_dir = Path(output_dir, _PARTIAL + name)
         self.partial = self.partial_dir / name
+
+    def save(
+        self, record: RunRecord, write: Callable[[], None], *, completes: bool, flushes: bool, ends_on_failure: bool
+    ) -> bool:
+        """Writes the checkpoint, with ``write`` the files of this process into `partial`; collective.
+
+        If a process cannot write, for example because the disk is full, all processes log the error, the result is
+        False, and the training continues to the next save.
+
+        Args:
+            completes: whether this process begins and completes it: one process, or one of each machine if every
+                machine has its own.
+            flushes: whether this process flushes what the processes of its machine have written.
+            ends_on_failure: whether an error of one process ends the training, because writing is collective.
+        """
+        stages: list[tuple[bool, Callable[[], None]]] = [
+            (completes, partial(self.begin, record)),
+            (True, write),
+            (flushes, self.flush),
+            (completes, self.complete),
+        ]
+        for acts, work in stages:
+            failure = ""
+            try:
+                if acts:
+                    work()
+            except (OSError, RuntimeError, SafetensorError) as error:
+                if ends_on_failure:
+                    raise
+                failure = f"{type(error).__name__}: {error}"
+            if failures := [text for text in Processes().gather_objects(failure) if text]:
+                logger.error(
+                    f"{self.folder} could not be written, and the training continues without it"
+                    f"{_free_space(self.folder.parent)}. {' '.join(failures)}"
+                )
+                if completes:
+                    _remove(self.partial_dir)
+                return False
+        return True
 
     def begin(self, record: RunRecord) -> None:
         """Creates the folder to write into, with the record, and removes incomplete folders of earlier saves."""
@@ -77,65 +116,6 @@ class Checkpoint:
         _flush(manifest, self.partial)
         _put_in_place(self.partial, self.folder)
         _remove(self.partial_dir)
-
-
-class Checkpoints:
-    """Writes the checkpoints of a training, each completely or not at all.
-
-    Args:
-        completes: whether this process begins and completes checkpoints: one process, or one of each machine if every
-            machine has its own.
-        flushes: whether this process flushes what the processes of its machine have written.
-        ends_on_failure: whether an error of one process ends the training, because writing is collective.
-
-    Attributes:
-        saved_step: the step of the last checkpoint that this training wrote, or -1.
-        partial_dir: the folder of the checkpoint that is being written now, if any.
-    """
-
-    def __init__(self, *, completes: bool, flushes: bool, ends_on_failure: bool = False) -> None:
-        self._completes, self._flushes, self._ends_on_failure = completes, flushes, ends_on_failure
-        self.saved_step = -1
-        self.partial_dir: str | None = None
-
-    def save(
-        self, output_dir: str, step: int, record: RunRecord, write: Callable[[Checkpoint], None]
-    ) -> Checkpoint | None:
-        """Writes a checkpoint, with ``write`` the files of this process into `Checkpoint.partial`; collective.
-
-        If a process cannot write, for example because the disk is full, all processes log the error, the result is
-        None, and the training continues to the next save.
-        """
-        checkpoint = Checkpoint(output_dir, step)
-        self.partial_dir = str(checkpoint.partial_dir)
-        stages: list[tuple[bool, Callable[[], None]]] = [
-            (self._completes, partial(checkpoint.begin, record)),
-            (True, partial(write, checkpoint)),
-            (self._flushes, checkpoint.flush),
-            (self._completes, checkpoint.complete),
-        ]
-        try:
-            for acts, work in stages:
-                failure = ""
-                try:
-                    if acts:
-                        work()
-                except (OSError, RuntimeError, SafetensorError) as error:
-                    if self._ends_on_failure:
-                        raise
-                    failure = f"{type(error).__name__}: {error}"
-                if failures := [text for text in Processes().gather_objects(failure) if text]:
-                    logger.error(
-                        f"{checkpoint.folder} could not be written, and the training continues without it"
-                        f"{_free_space(checkpoint.folder.parent)}. {' '.join(failures)}"
-                    )
-                    if self._completes:
-                        _remove(checkpoint.partial_dir)
-                    return None
-        finally:
-            self.partial_dir = None
-        self.saved_step = step
-        return checkpoint
 
 
 def _described(folder: Path, names: Collection[str]) -> dict[str, dict[str, int]]:

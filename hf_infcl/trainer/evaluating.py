@@ -153,7 +153,6 @@ class Evaluator:
         self._changes = ScoreChanges(before, state.log_history, at_start=state.global_step == 0)
         self._classifier: Tensor | None = None
         self._type_of_set, self._prefix = "dataset", "eval"
-        self._of_batch: tuple[Any, Any] = None, None  # the batch of the loop, and its texts in host memory
         self.found: Found | None = None
 
     def run(self, loop: Callable[[Any], EvalLoopOutput], dataloader: DataLoader, prefix: str) -> EvalLoopOutput:
@@ -184,7 +183,7 @@ class Evaluator:
                 "every machine the same data; a copy may be out of date."
             )
         with random_state_kept(self._args.device), fsdp_tower_methods(self._encoder), _texts_kept(dataloader):
-            batches = AnnouncingDataLoader(dataloader, self._take_apart)
+            batches = AnnouncingDataLoader(dataloader)
             if isinstance(dataset, ZeroShotDataset):
                 batches.begin()  # workers load the first ones while prompts are encoded
                 self._classifier = class_vectors(dataset, self._context, self._processing_class)
@@ -206,10 +205,6 @@ class Evaluator:
         output.metrics.update(Processes().gather_objects(numbers)[0])
         return output
 
-    def _take_apart(self, batch: object) -> Any:
-        self._of_batch = tasks.taken_apart(batch)
-        return self._of_batch[0]
-
     # ---- Encoding ----
 
     def embed(self, inputs: dict[str, Tensor]) -> tuple[Any, Any]:
@@ -230,7 +225,8 @@ class Evaluator:
             return self._embed(inputs)
 
     def _embed(self, inputs: dict[str, Tensor]) -> tuple[Any, Any]:
-        batch = self._context.prepare_inputs(inputs)
+        loaded, on_host = tasks.taken_apart(inputs)
+        batch = self._context.prepare_inputs(loaded)
         classified = "labels" in batch
         if "pixel_values" not in batch or not (classified or "input_ids" in batch):
             raise ValueError(
@@ -240,7 +236,6 @@ class Evaluator:
         name: str = getattr(self._encoder.model, "main_input_name", "input_ids")
         if (with_inputs := "inputs" in self._args.include_for_metrics) and name not in batch:
             raise ValueError(f'include_for_metrics=["inputs"] asks for {name}, but a batch has {list(batch)}.')
-        on_host = self._of_batch[1] if inputs is self._of_batch[0] else batch
         with torch.no_grad(), self._accelerator.autocast():
             if not classified:  # before the forwards, which the checks would wait for if the texts are not on the host
                 self._encoder.check_texts(on_host)

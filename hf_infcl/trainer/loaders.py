@@ -5,6 +5,7 @@ The windows are read on all processes or on none. `TrainingData` knows how far t
 
 import collections
 import inspect
+import itertools
 import platform
 import statistics
 import sys
@@ -38,8 +39,6 @@ from ..step.terms import Context, TeacherDistance
 from ..step.window import Window, contents, split_batches
 
 logger = logging.get_logger(__name__)
-
-Read = Callable[[Iterator[object], int, torch.device], tuple[list[dict[str, Tensor]], object]]
 
 _SAMPLED = 10_000  # images whose captions are compared
 _TOKENIZED = 2_000  # captions whose tokens are counted
@@ -260,20 +259,23 @@ class TrainingData:
     """The data of one training, read window by window.
 
     Args:
+        context: its data collator knows how captions are padded.
+        interruptions: end the training between two windows.
         loader: the training loader; None before there is one.
-        collator: the data collator, which knows how captions are padded.
     """
 
     def __init__(
-        self, loader: object, args: InfCLTrainingArguments, resumed: RunRecord | None = None, collator: object = None
+        self, context: Context, interruptions: Interruptions, loader: object, resumed: RunRecord | None = None
     ) -> None:
+        args = context.args
         self.window = Window([])  # that is trained now
         self.wait = DataWait()
         self._loader = loader if isinstance(loader, TrainingLoader) else None
         self._stream = getattr(loader, "dataset", None)  # of another loader
         self._images = args.global_batch_size // args.world_size  # of a window
         self._args, self._processes = args, Processes()
-        self._text_padding: Mapping[str, int] | None = getattr(collator, "text_padding", None)
+        self._equal_ids, self._interruptions = context.equal_ids, interruptions
+        self._text_padding: Mapping[str, int] | None = getattr(context.collator, "text_padding", None)
         # None until the data reports it. On the main process a resumed run continues the earlier count.
         self._skipped = None if resumed is None else resumed.skipped_samples
         if self._skipped is not None and self._processes.rank > 0:
@@ -291,15 +293,12 @@ class TrainingData:
         set_epoch(self._stream, epoch)
         return {}
 
-    def fetch(
-        self, read: Read, epoch_iterator: Iterator[object], step: int, equal_ids: str, interruptions: Interruptions
-    ) -> Window:
+    def fetch(self, epoch_iterator: Iterator[Any], step: int) -> Window:
         """Fetches the next window, or an empty one if the remaining rows of a stream do not fill it; collective.
 
         All processes agree here that they have a window, so an error in the data of one process stops all of them.
 
         Args:
-            read: takes a number of batches from an iterator: `Trainer.get_batch_samples`.
             epoch_iterator: of Trainer's loop; a `TrainingLoader` reads from one that lasts for the whole training.
 
         Raises:
@@ -307,7 +306,7 @@ class TrainingData:
                 batch.
             EndRequestedError: any process has received a signal to end.
         """
-        interruptions.phases.enter("loading data", step)
+        self._interruptions.phases.enter("loading data", step)
         self.window, self.given = Window([]), []  # the batches of the last one take memory
         rows = 0
         batches: list[Any] = []
@@ -316,14 +315,14 @@ class TrainingData:
         try:
             with self.wait.waiting():
                 iterator = epoch_iterator if self._loader is None else self._loader.lasting()
-                batches, _ = read(iterator, self._args.gradient_accumulation_steps, self._args.device)
-            check_window(batches, equal_ids)
+                batches = list(itertools.islice(iterator, self._args.gradient_accumulation_steps))
+            check_window(batches, self._equal_ids)
             rows = sum(len(images_of(batch)) for batch in batches)
         except Exception as error:
-            if not interruptions.is_ending:
+            if not self._interruptions.is_ending:
                 announce_failure(error)
                 raise
-        agreed = interruptions.agree([rows, len(batches)])
+        agreed = self._interruptions.agree([rows, len(batches)])
         seen = [int(rows) for rows, _ in agreed]
         if seen == [self._images] * len(seen):
             # Gradients are exchanged in the backward of the last micro-batch, which needs both towers for it.

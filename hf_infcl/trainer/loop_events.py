@@ -106,13 +106,13 @@ def trained_seconds(state: TrainerState) -> float:
 
 def saved_early(trainer: Any, trial: object, number: int) -> Preempted:
     """The end of a training by a signal, for which it saves a checkpoint, if it has trained any step; collective."""
-    state, checkpoints, what = trainer.state, trainer.checkpoints, "Nothing was trained before that"
+    state, what = trainer.state, "Nothing was trained before that"
     step = state.global_step
     if trainer.steps_trained > 0:
-        if checkpoints.saved_step != step:
+        if trainer.saved_step != step:
             trainer._save_checkpoint(trainer.model_wrapped, trial)
             trainer.callback_handler.on_save(trainer.args, state, trainer.control)
-        is_saved = checkpoints.saved_step == step
+        is_saved = trainer.saved_step == step
         what = f"checkpoint-{step} is saved" if is_saved else "No checkpoint of it could be saved"
     if state.is_world_process_zero:
         logger.warning(

@@ -36,7 +36,6 @@ from ..quality.averages import ALPHAS, Averaged, Measured, chosen, interpolated,
 from .checkpoints import Checkpoint, CheckpointStore, cause
 
 STATES_NAME = "infcl_extensions.pt"  # in a checkpoint: the states of the step's extensions
-_SINCE_LOG = "loss_since_log"
 LAST_CHECKPOINT = "last-checkpoint"  # where hub_strategy="checkpoint" puts the newest checkpoint
 NOT_PUSHED = ("_*", f"{PREFIX_CHECKPOINT_DIR}-*")  # of an output_dir
 
@@ -127,19 +126,6 @@ def read_states(checkpoint: str | None) -> dict[str, Any]:
     """The states of the step's extensions in a checkpoint, by their names; empty if it has none."""
     path = None if checkpoint is None else Path(checkpoint, STATES_NAME)
     return torch.load(path, map_location="cpu", weights_only=True) if path is not None and path.is_file() else {}
-
-
-def keep_losses_since_log(trainer: Any) -> None:
-    """Puts the sum of the losses since the last log, and the step of that, into what checkpoints keep of a state."""
-    trainer.state.stateful_callbacks[_SINCE_LOG] = [trainer._tr_loss.item(), trainer._globalstep_last_logged]
-
-
-def go_on_with_losses(trainer: Any) -> None:
-    """Lets the first log of a resumed training have the mean loss of all steps since the last log before it."""
-    if _SINCE_LOG in trainer.state.stateful_callbacks:
-        loss, trainer._globalstep_last_logged = trainer.state.stateful_callbacks.pop(_SINCE_LOG)
-        trainer._tr_loss += loss
-        trainer._total_loss_scalar -= loss  # of which the mean of this training's own steps is made at its end
 
 
 def saves_shards(accelerator: Accelerator) -> bool:

@@ -36,8 +36,7 @@ class Optimization:
         # Whether Trainer created them from the arguments. Otherwise they were passed.
         self.creates_optimizer = self.creates_scheduler = self._was_asked = False
         self.table_of_groups = ""  # of the optimizer that was created; see `table_of_groups` of `hf_infcl.optim`
-        # Both, and their options before their first step, for the record of a checkpoint.
-        self._described: list[tuple[object, dict[str, Any]]] = [(None, {}), (None, {})]
+        self._described: dict[object, dict[str, Any]] = {}  # both, and their options before their first step
 
     def optimizer(self, trainer: Any, create: Callable[[], Optimizer]) -> Optimizer:
         """The optimizer that was passed, or Trainer's (``create``) or Muon with the learning rates of the options.
@@ -91,16 +90,15 @@ class Optimization:
         self.creates_scheduler = self.creates_scheduler or schedule is None
         with errors_of_options(args, "lr_scheduler_type", "lr_scheduler_kwargs", "schedule"):
             schedule = make()
-        of_both = (getattr(optimizer, "optimizer", optimizer), options_of_optimizer), (schedule, options_of_schedule)
-        for i, (one, options_of) in enumerate(of_both):
-            if self._described[i][0] is not one:  # otherwise an earlier training has progressed in it
-                self._described[i] = one, options_of(one)
+        of_both = {getattr(optimizer, "optimizer", optimizer): options_of_optimizer, schedule: options_of_schedule}
+        known = self._described  # in which an earlier training may have progressed since
+        self._described = {one: known.get(one) or options_of(one) for one, options_of in of_both.items()}
         return schedule
 
     @property
     def options(self) -> dict[str, Any]:
         """The options of both, for the record of a checkpoint."""
-        return self._described[0][1] | self._described[1][1]
+        return {name: value for options in self._described.values() for name, value in options.items()}
 
 
 def options_of_own_optimizer(args: InfCLTrainingArguments) -> list[str]:

@@ -108,7 +108,6 @@ class Resumption:
         self.checkpoint = checkpoint
         # None if there is no checkpoint, or another trainer wrote it.
         self.record = None if checkpoint is None else RunRecord.read(checkpoint)
-        self._is_complete = False
 
     def check(self, run: Mapping[str, Any], data: object, world_size: int) -> None:
         """Raises a ValueError if the checkpoint is of another run or trainer, or has no position in a stream."""
@@ -160,6 +159,7 @@ class Resumption:
         state, args, control = trainer.state, trainer.args, trainer.control
         if epoch != kwargs["epochs_trained"] or not self._lacks_evaluation(state, args):
             return False
+        is_complete = bool(why_complete(state, args.early_stopping_patience))
         state.log_history = [
             entry
             for entry in state.log_history
@@ -168,9 +168,9 @@ class Resumption:
         with decisions.shared(control):
             metrics = trainer._evaluate(kwargs["trial"], kwargs["ignore_keys_for_eval"])
             is_best = trainer._determine_best_metric(metrics, kwargs["trial"])
-        if is_best and (args.save_strategy == "best" or self._is_complete):  # otherwise the next checkpoint notes it
+        if is_best and (args.save_strategy == "best" or is_complete):  # otherwise the next checkpoint notes it
             state.best_model_checkpoint = self.checkpoint
-        return control.should_training_stop or self._is_complete
+        return control.should_training_stop or is_complete
 
     def _lacks_evaluation(self, state: TrainerState, args: InfCLTrainingArguments) -> bool:
         """Whether a signal cut off the evaluation after the step of the checkpoint."""
@@ -200,7 +200,6 @@ class Resumption:
         if reason := why_complete(state, args.early_stopping_patience):
             at = f"{self.checkpoint} was saved after step {state.global_step}"
             logger.warning(f"Nothing is left to train: {at}, and {reason}.")
-            self._is_complete = True
             return state.num_train_epochs - self._lacks_evaluation(state, args), 0
         if self.record is None or self.record.position is None:
             return counted

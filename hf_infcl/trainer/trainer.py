@@ -35,7 +35,7 @@ from ..step.micro_batches import find_micro_batches, recorded, run_repeating
 from ..step.step import WindowStep
 from ..step.terms import Context, Start
 from . import construction, loaders, model_files
-from .checkpoints import Checkpoints, rotate
+from .checkpoints import Checkpoint, rotate
 from .evaluating import Evaluator, check_metric, checked_metrics, metrics_of, tell_predictions
 from .loop_events import Decisions, Progress, add_own_callbacks, is_logged, saved_early, switch_weights
 from .optimization import Optimization
@@ -66,7 +66,8 @@ class InfCLTrainer(Trainer):
 
     Attributes:
         context, window_step, training_data, progress, optimization: the parts of the last training; see their classes.
-        checkpoints, resumption, interruptions: what it wrote, what it came from; signals and lost processes.
+        saved_step: the step of the last checkpoint that the training wrote, or -1.
+        resumption, interruptions: what it came from; signals and lost processes.
         found: ranks or scores of the last evaluation of each set, by the prefix of its metrics, such as ``eval_pairs``.
         caption_notices: notices about the captions of the datasets that were trained on or evaluated.
 
@@ -76,6 +77,7 @@ class InfCLTrainer(Trainer):
 
     args: InfCLTrainingArguments
     _start: Start | None = None
+    _partial_dir: str | None = None  # the folder of the checkpoint that is being written now, if any
 
     def __init__(
         self,
@@ -99,8 +101,6 @@ class InfCLTrainer(Trainer):
         self.data_collator = construction.make_collator(self, data_collator)
         self._extensions += make_teachers(self.context, remakes_model=model is None)
         add_own_callbacks(self)
-        flushes, sharded = args.local_process_index == 0, self.accelerator.is_fsdp2
-        self.checkpoints = Checkpoints(completes=args.should_save, flushes=flushes, ends_on_failure=sharded)
         self._begin_training()
 
     # ---- The life of a training ----
@@ -133,7 +133,6 @@ class InfCLTrainer(Trainer):
             self._pushes.fetch_checkpoint(resume_from_checkpoint)
             self.resumption = make_resumption(self.context, resume_from_checkpoint, self.hub_model_id)
             self._decisions = Decisions(self.callback_handler.callbacks)
-            self.checkpoints.saved_step = -1
             try:
                 return super().train(self.resumption.checkpoint, trial, ignore_keys_for_eval)
             except EndRequestedError as requested:  # between two steps, on all processes alike
@@ -149,15 +148,19 @@ class InfCLTrainer(Trainer):
 
     def _begin_training(self) -> tuple[WindowStep, loaders.TrainingData]:
         """Creates the parts that live as long as a training."""
-        args, record, loader = self.args, self.resumption.record, self.callback_handler.train_dataloader
-        self.training_data = loaders.TrainingData(loader, args, record, self.data_collator)
-        self.progress = Progress(self.state, args.global_batch_size)
-        hooks: Any = {"rows_of_dataset": self.training_data.rows_at, "phases": self.interruptions.phases}
+        record, loader = self.resumption.record, self.callback_handler.train_dataloader
+        self.saved_step = -1
         context, steps = self.context, self.state.max_steps
+        self.training_data = loaders.TrainingData(context, self.interruptions, loader, record)
+        self.progress = Progress(self.state, self.args.global_batch_size)
+        hooks: Any = {"rows_of_dataset": self.training_data.rows_at, "phases": self.interruptions.phases}
         context = replace(context, extensions=(*make_selections(context, steps), *context.extensions))
         self.window_step = WindowStep(context, self.model_wrapped, record, steps=steps, **hooks)
         self.window_step.load_state_dict(model_files.read_states(self.resumption.checkpoint))
-        model_files.go_on_with_losses(self)
+        if record is not None and record.loss_since_log is not None:
+            loss, self._globalstep_last_logged = record.loss_since_log
+            self._tr_loss += loss  # so that the first log has the mean of all steps since the last one
+            self._total_loss_scalar -= loss  # of which the mean of this training's own steps is made at its end
         if loader is not None and self.is_world_process_zero():
             self.caption_notices.was_told = record is not None
             self.caption_notices.look_at_all(self.context, self.eval_dataset)
@@ -272,8 +275,7 @@ class InfCLTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         # No forward may run here, because on resume Trainer restores the random state after this call.
-        read, equal_ids = super().get_batch_samples, self.window_step.context.equal_ids
-        self.training_data.fetch(read, epoch_iterator, self.state.global_step, equal_ids, self.interruptions)
+        self.training_data.fetch(epoch_iterator, self.state.global_step)
         return [batch for batch, _ in self.training_data.given], None
 
     def _prepare_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Any]:
@@ -297,7 +299,7 @@ class InfCLTrainer(Trainer):
             return torch.zeros((), device=self.args.device)
         switch_weights(self.optimizer, "train")
         self.progress.look_at(self.training_data.window)
-        return run_repeating(self.window_step, model, self.training_data.window, self.state.global_step)
+        return run_repeating(self.window_step, self.training_data.window, self.state.global_step)
 
     def floating_point_ops(self, inputs: dict[str, Tensor]) -> int:
         return self.progress.operations(inputs, super().floating_point_ops)
@@ -374,9 +376,9 @@ class InfCLTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         """Writes Trainer's checkpoint completely or not at all, removes old ones and pushes it; collective."""
-        args, state, output_dir = self.args, self.state, super()._get_output_dir(trial)
+        args, state = self.args, self.state
+        checkpoint = Checkpoint(super()._get_output_dir(trial), state.global_step)
         self.interruptions.phases.enter("saving", state.global_step)
-        model_files.keep_losses_since_log(self)
         self.progress.keep_seconds(state)
         record = RunRecord(
             make_run(self.context),
@@ -387,22 +389,26 @@ class InfCLTrainer(Trainer):
             optimizer=self.optimization.options,
             micro_batches=recorded(args),
             compiled=self.window_step.compilation.decided,
+            loss_since_log=(self._tr_loss.item(), self._globalstep_last_logged),
         )
         save, best_before = partial(super()._save_checkpoint, model, trial), state.best_model_checkpoint
-        write = partial(model_files.write_checkpoint, self, save)
-        saved = self.checkpoints.save(output_dir, state.global_step, record, write)
-        if saved is None:
+        write = partial(model_files.write_checkpoint, self, save, checkpoint)
+        local = {"completes": args.should_save, "flushes": args.local_process_index == 0}
+        with patch.object(self, "_partial_dir", str(checkpoint.partial_dir)):
+            saved = checkpoint.save(record, write, **local, ends_on_failure=self.accelerator.is_fsdp2)
+        if not saved:
             state.best_model_checkpoint = best_before
             return
+        self.saved_step, folder = state.global_step, checkpoint.folder
         if args.should_save:
-            best = Path(state.best_model_checkpoint or saved.folder)
-            rotate(output_dir, args.save_total_limit, [saved.folder, best, *self._pushes.uploading().values()])
-        self._pushes.copy_checkpoint(saved.folder)
+            best = Path(state.best_model_checkpoint or folder)
+            rotate(folder.parent, args.save_total_limit, [folder, best, *self._pushes.uploading().values()])
+        self._pushes.copy_checkpoint(folder)
         if args.push_to_hub:  # last, as the Hub's client looks into all folders
-            self._push_from_checkpoint(str(saved.folder))
+            self._push_from_checkpoint(str(folder))
 
     def _get_output_dir(self, trial: object) -> str:
-        return self.checkpoints.partial_dir or super()._get_output_dir(trial)
+        return self._partial_dir or super()._get_output_dir(trial)
 
     def _finalize_training(self, trial: object, samples: int, start_time: float) -> TrainOutput:
         switch_weights(self.optimizer, "eval")  # before the best ones are loaded
@@ -414,7 +420,7 @@ class InfCLTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the model like Trainer, but also if FSDP2 writes its checkpoints in shards, which Trainer does not."""
         switch_weights(self.optimizer, "eval")
-        if model_files.saves_shards(self.accelerator) and self.checkpoints.partial_dir is None:
+        if model_files.saves_shards(self.accelerator) and self._partial_dir is None:
             state = self.accelerator.get_state_dict(self.model)
             if self.args.should_save:  # older releases of transformers write on every process that calls it
                 self._save(output_dir, state)
@@ -433,7 +439,7 @@ class InfCLTrainer(Trainer):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Pushes a complete checkpoint in the background, as ``hub_strategy`` asks for; see `Pushes`."""
-        if self.checkpoints.partial_dir is None:  # the checkpoint is complete
+        if self._partial_dir is None:  # the checkpoint is complete
             self._pushes.push_checkpoint(self, Path(checkpoint_folder), super()._push_from_checkpoint)
 
     def push_folder(self, message: str = "End of training", delete: tuple[str, ...] = ()) -> None:
