@@ -155,15 +155,16 @@ def _found_columns(features: Any, wanted: Mapping[str, str], named: Collection[s
 
 logger = logging.getLogger(__name__)
 
-# [n] of each pair: its key, a caption, the name of a stream's sample and, until they are drawn, a small JPEG.
-Columns = dict[str, np.ndarray]
-Batch = tuple[dict[str, Tensor], Columns]  # the model's inputs for some pairs, and their columns
+# A pair: its key, a caption, the name of a stream's sample and, until it is drawn, a small JPEG; its score, and whether
+# it has none because it is alone, among pairs of its own pair id.
+_PAIR = np.dtype([("key", "i8"), ("caption", "O"), ("name", "O"), ("picture", "O"), ("score", "f4"), ("alone", "?")])
+Batch = tuple[dict[str, Tensor], np.ndarray]  # the model's inputs for some pairs, and these, [n] of `_PAIR`
 
 
 class _Embedded(NamedTuple):
     """Pairs with their embeddings."""
 
-    columns: Columns
+    pairs: np.ndarray  # [images] of `_PAIR`
     images: Tensor  # [images, D] fp32, of length 1
     texts: Tensor  # [texts, D] fp32, of length 1
     belongs: Tensor  # [texts] int64, the image of each text
@@ -187,34 +188,34 @@ def score_pairs(
     Raises:
         ValueError: there are fewer than two pairs for a process, or a score is not finite.
     """
-    processes, alone = Processes(), 0  # the pairs without others
-    parts: list[Columns] = []
+    processes, parts = Processes(), list[np.ndarray]()
     lowest: list[tuple[float, int, bytes]] = []
     with failures_announced(), torch.no_grad():
         for several in _windows(dataset, trainer, window):
-            pairs, without_others = _scored(several)
-            alone += without_others
-            of_window = zip(pairs["score"].tolist(), pairs["key"].tolist(), pairs.pop("picture"), strict=True)
+            pairs = _scored(several)
+            of_window = pairs[~pairs["alone"]][["score", "key", "picture"]].tolist()
             lowest = heapq.nsmallest(SHOWN, [*lowest, *of_window])
+            pairs["picture"] = None
             parts.append(pairs)
     processes.agree([])  # raises what another process has announced
-    columns, numbers, of_ranks = zip(*processes.gather_objects((_joined(parts), alone, lowest)), strict=True)
-    pairs, without_others = _joined(columns), sum(numbers)
+    of_ranks, lowest_of_ranks = zip(*processes.gather_objects((np.concatenate(parts), lowest)), strict=True)
+    every = np.concatenate(of_ranks)
+    pairs = every[~every["alone"]]
     if wrong := int((~np.isfinite(pairs["score"])).sum()):
         raise ValueError(
-            f"The scores of {wrong:,} of {len(pairs['score']):,} pairs are not finite, because embeddings are not. "
-            "Compute in another precision, or look at the weights of the model."
+            f"The scores of {wrong:,} of {len(pairs):,} pairs are not finite, because embeddings are not. Compute in "
+            "another precision, or look at the weights of the model."
         )
-    if without_others:
-        said = f"{without_others:,} of {without_others + len(pairs['score']):,} pairs have no score, because all pairs "
-        said += "of their window have one pair id. Pass a larger --window, or shuffle the shards."
-        if not len(pairs["score"]):
+    if alone := len(every) - len(pairs):
+        said = f"{alone:,} of {len(every):,} pairs have no score, because all pairs of their window have one pair id. "
+        said += "Pass a larger --window, or shuffle the shards."
+        if not len(pairs):
             raise ValueError(said)
         if processes.rank == 0:
             logger.warning(said)
-    shown = {key: picture for _, key, picture in heapq.nsmallest(SHOWN, itertools.chain(*of_ranks))}
-    key, caption, name = pairs["key"].astype(np.int64), pairs["caption"].tolist(), pairs["name"].tolist()
-    ledger = Ledger(dataset.key_fingerprint(), key, pairs["score"], caption, name if any(name) else ())
+    shown = {key: picture for _, key, picture in heapq.nsmallest(SHOWN, itertools.chain(*lowest_of_ranks))}
+    caption, name = pairs["caption"].tolist(), pairs["name"].tolist()
+    ledger = Ledger(dataset.key_fingerprint(), pairs["key"], pairs["score"], caption, name if any(name) else ())
     return ledger, shown
 
 
@@ -223,14 +224,14 @@ def _windows(
 ) -> Iterator[list[_Embedded]]:
     """The batches of this process, embedded, as many at once as are compared with each other; the last are more."""
     context, waiting = trainer.context, list[_Embedded]()
-    for inputs, columns in _read(dataset, trainer):
+    for inputs, pairs in _read(dataset, trainer):
         inputs = context.prepare_inputs(inputs)
         with context.accelerator.autocast():  # of the forwards alone: scores are products in fp32
             embeds = context.encoder.embed(context.encoder.model, inputs)
         images, texts = (F.normalize(rows.float(), dim=-1) for rows in embeds)
         belongs = inputs.get("caption_image", torch.arange(len(images))).to(images.device)
         right = belongs >= 0
-        waiting.append(_Embedded(columns, images, texts[right], belongs[right], inputs.get("pair_ids")))
+        waiting.append(_Embedded(pairs, images, texts[right], belongs[right], inputs.get("pair_ids")))
         if sum(len(one.images) for one in waiting) >= 2 * window:
             whole = -(-window // context.args.per_device_eval_batch_size)
             yield waiting[:whole]
@@ -253,7 +254,7 @@ def _read(dataset: ImageTextDataset | ImageTextStream, trainer: InfCLTrainer) ->
     lanes, without_new = max(1, workers), 0
     where = {"rank": rank, "world_size": count, "num_workers": workers, "keyed": True}
     batches = dataset.batches(args.per_device_eval_batch_size, collate, **where)
-    for batch, _ in load(batches, batch_size=None):
+    for batch, _ in load(batches, batch_size=None, collate_fn=tuple):  # torch's own knows no arrays of pairs
         # One batch comes from each lane in turn: when none of them has a new pair, the pass is over.
         without_new = without_new + 1 if batch is None else 0
         if without_new == lanes:
@@ -267,34 +268,22 @@ def _collated(collate: DataCollator, items: list[KeyedItem]) -> Batch | None:
     new = [one for one in items if one.key != NO_KEY and one.passes == 0]
     if not new:
         return None
-    plain = [one.item for one in new]
-    columns = {
-        "key": [one.key for one in new],
-        "caption": [item["caption"][0] for item in plain],
-        "picture": [small_jpeg(item["image"]) for item in plain],
-        "name": [one.name for one in new],
-    }
-    return collate(plain), {name: np.array(values, object) for name, values in columns.items()}
+    facts = [(one.key, one.item["caption"][0], one.name, small_jpeg(one.item["image"]), 0, False) for one in new]
+    return collate([one.item for one in new]), np.array(facts, _PAIR)
 
 
-def _joined(parts: Sequence[Columns]) -> Columns:
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-
-def _scored(parts: Sequence[_Embedded]) -> tuple[Columns, int]:
-    """The pairs of several batches with their scores, for which they are compared with each other.
-
-    Those without others are left out and counted.
-    """
-    columns, images, texts, belongs, ids = zip(*parts, strict=True)
+def _scored(parts: Sequence[_Embedded]) -> np.ndarray:
+    """The pairs of several batches, [n] of `_PAIR`, with their scores, for which they are compared with each other."""
+    pairs, images, texts, belongs, ids = zip(*parts, strict=True)
     firsts = itertools.accumulate(map(len, images), initial=0)
     caption_image = torch.cat([of_part + first for of_part, first in zip(belongs, firsts, strict=False)])
     both = torch.cat(images), torch.cat(texts)
     pair_ids = None if ids[0] is None else torch.cat(ids)
     score = pair_scores(*both, caption_image, pair_ids, Processes(alone=True))
-    every = _joined(columns) | {"score": score.cpu().numpy()}
-    alone = (score.isnan() & all(embeds.isfinite().all() for embeds in both)).cpu().numpy()
-    return {name: values[~alone] for name, values in every.items()}, int(alone.sum())
+    scored = np.concatenate(pairs)
+    scored["score"] = score.cpu()
+    scored["alone"] = (score.isnan() & all(embeds.isfinite().all() for embeds in both)).cpu()
+    return scored
 
 
 def write_ledger_of_training(trainer: InfCLTrainer, dataset: ImageTextDataset | ImageTextStream) -> list[str]:
