@@ -182,13 +182,9 @@ class Store:
         return self._index.shape[1]
 
     @property
-    def width(self) -> int:
-        """D; 0 if there are no rows."""
-        return self._first().shape[1]
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self._first().dtype
+    def first_part(self) -> np.ndarray:
+        """The part of the row that is first in the index, of the width D and the dtype of all; [0, 0] without rows."""
+        return self._part(int(self._index[1, 0]) >> 32) if len(self) else np.empty((0, 0), np.float32)
 
     def missing(self, keys: Sequence[str]) -> np.ndarray:
         """Which of some keys have no row, [keys] bool; no row is read."""
@@ -201,7 +197,7 @@ class Store:
             ValueError: files are damaged.
         """
         places, known = self._look_up(keys)
-        values = np.zeros((len(keys), self.width), self.dtype)
+        values = np.zeros((len(keys), self.first_part.shape[1]), self.first_part.dtype)
         try:
             for row in np.flatnonzero(known):
                 values[row] = self._part(int(places[row]) >> 32)[int(places[row]) & _ROW]
@@ -224,10 +220,6 @@ class Store:
         if index.shape != (2, index.shape[-1]):
             raise self._damaged(f"an index of the shape {list(index.shape)}")
         return index
-
-    def _first(self) -> np.ndarray:
-        """The part of the row that is first in the index."""
-        return self._part(int(self._index[1, 0]) >> 32) if len(self) else np.empty((0, 0), np.float32)
 
     def _part(self, number: int) -> np.ndarray:
         if number not in self._open:

@@ -52,7 +52,7 @@ class StoredEmbeddings:
         if missing := [kind for kind, store in self.stores.items() if not store.is_finished]:
             what = f"The embeddings of {' and '.join(missing)} in {folder}"
             raise ValueError(f"{what} are not complete. The same `infcl embed` computes what is missing.")
-        widths = {kind: store.width for kind, store in self.stores.items()}
+        widths = {kind: store.first_part.shape[1] for kind, store in self.stores.items()}
         if len(set(widths.values())) > 1:
             raise ValueError(f"The embeddings in {folder} have several widths: {widths}. Embed the data again.")
         self.width: int = next(iter(widths.values()))
@@ -146,7 +146,7 @@ class StoredTeacher:
 
     def _find(self, kind: str, places: Sequence[tuple[int, int, str]]) -> tuple[np.ndarray, np.ndarray]:
         """The embeddings of some places, each a set's number and a key within it, and whether there are any."""
-        dtype = np.result_type(*(stored.stores[kind].dtype for stored, _ in self._sets.values()))
+        dtype = np.result_type(*(stored.stores[kind].first_part.dtype for stored, _ in self._sets.values()))
         values, known = np.zeros((len(places), self.width), dtype), np.zeros(len(places), bool)
         for number, (stored, changed) in self._sets.items():
             rows = [row for row, (_, n, key) in enumerate(places) if n == number and not key.startswith(changed)]
