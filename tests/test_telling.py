@@ -33,7 +33,7 @@ def named(metrics: dict[str, float], key: str = "pairs") -> dict[str, float]:
     return {f"eval_{key}_{name}": value for name, value in metrics.items()}
 
 
-def test_a_table_has_the_loss_the_score_and_what_has_changed():
+def test_a_table_has_all_metrics_the_score_and_what_has_changed():
     classes = named({"acc1": 0.4, "score_change_low": -0.1, "score_change_high": 0.1, "acc5": 1.0}, "zero_shot")
     before = named(BEFORE) | named({"acc1": 0.375}, "zero_shot")
     rows = make_rows(named(PAIRS) | classes, ["pairs", "zero_shot"], before)
@@ -41,22 +41,18 @@ def test_a_table_has_the_loss_the_score_and_what_has_changed():
         ("pairs", "loss", "2.500", "", "3.000", "-0.500"),
         ("pairs", "image_retrieval_recall@1", "25.00%", "[20.00, 30.00]", "20.00%", "+5.00"),
         ("pairs", "text_retrieval_recall@1", "50.00%", "", "30.00%", "+20.00"),
+        ("pairs", "text_retrieval_recall@5", "75.00%", "", "", ""),
         ("pairs", "mean recall@1", "37.50%", "", "25.00%", "+12.50 [+5.00, +20.00]"),
         ("zero_shot", "acc1", "40.00%", "", "37.50%", "+2.50 [-10.00, +10.00] within noise"),
+        ("zero_shot", "acc5", "100.00%", "", "", ""),
     ]
     lines = table_lines(rows)
-    assert [line.split()[0] for line in lines[:2] + lines[4:]] == ["set", "pairs", "mean", "zero_shot"]
+    assert [line.split()[0] for line in lines[:2] + lines[5:]] == ["set", "pairs", "mean", "zero_shot", "acc5"]
     assert len({line.index("%") for line in lines[1:] if "%" in line}) == 1, "numbers stand below each other"
 
 
-def test_a_table_has_more_if_asked_and_no_empty_columns():
-    metrics = named(PAIRS)
-    assert [row[1] for row in make_rows(metrics, ["pairs"], also="pairs_text_retrieval_recall@5")][-2:] == [
-        "text_retrieval_recall@5",
-        "mean recall@1",
-    ]
-    assert len(make_rows(metrics, ["pairs"], every=True)) == 5
-    assert make_rows(metrics, ["pair"]) == []
+def test_a_table_has_no_empty_columns():
+    assert make_rows(named(PAIRS), ["pair"]) == []
     assert table_lines(make_rows(named({"loss": 1.0}), ["pairs"]))[0].split() == ["set", "metric", "value"]
     assert table_lines(make_rows(named({"loss": 1.0}, "set"), ["set"]))[1].split() == ["set", "loss", "1.000"]
 
@@ -102,6 +98,9 @@ def test_logs_are_lines_of_what_is_new(printer, capsys):
     saved = log(2, **named(PAIRS)), log(2, **named({"acc1": 0.5}, "zero_shot"))
     assert [len(lines) for lines in saved] == [6, 1]
     assert saved[0][0] == "With the weights that are saved:"
+    args.metric_for_best_model = "eval_pairs_text_retrieval_recall@5"
+    deciding = log(3, **named(PAIRS))
+    assert [line.split()[0] for line in deciding[2:]] == ["pairs", "text_retrieval_recall@5", "mean"]
     assert log(10, train_runtime=61.0, train_loss=1.5) == ["The training took 61 s; its mean loss was 1.5."]
     trainer.steps_trained = 4
     since = ["The training took 61 s since step 6; its mean loss since step 6 was 1.5."]

@@ -96,11 +96,14 @@ class ProgressPrinter(TrainerCallback):
         datasets: Any = self._trainer.eval_dataset
         names, first = list(datasets), [entry for entry in state.log_history if entry["step"] == 0 < state.global_step]
         before = {name: value for entry in first for name, value in entry.items()}
-        sets = {row[0] for row in make_rows(logs, names)}
+        rows = make_rows(logs, names, before)
+        sets = {name for name, *_ in rows}
         is_again = any(self._told.get(name) == state.global_step for name in sets)  # the best ones, or an average
         brief = 0 < state.global_step < state.max_steps and not is_again
+        parts = [name for of_kind in SCORES.values() for name in of_kind if len(of_kind) == 1 or not brief]
         deciding = (args.metric_for_best_model or "").removeprefix("eval_")
-        lines = table_lines(make_rows(logs, names, before, also=deciding, brief=brief), names)
+        rows = [row for row in rows if row[1] in ("loss", MEAN, *parts) or f"{row[0]}_{row[1]}" == deciding]
+        lines = table_lines(rows, names)
         if state.global_step in self._told.values() and not is_again:
             lines = lines[1:]
         else:
@@ -117,24 +120,12 @@ def short(value: object) -> str:
 
 
 def make_rows(
-    metrics: Mapping[str, Any],
-    names: Iterable[str],
-    before: Mapping[str, Any] | None = None,
-    *,
-    also: str = "",
-    brief: bool = False,
-    every: bool = False,
+    metrics: Mapping[str, Any], names: Iterable[str], before: Mapping[str, Any] | None = None
 ) -> list[tuple[str, ...]]:
     """The rows of a table under `HEAD`: a set, a metric, its value and interval, its value before and the change.
 
-    Shares are in per cent. The change of a score has its paired interval.
-
-    Args:
-        metrics, before: of an evaluation with their bounds, and of that before the training, as
-            ``eval_{set}_{metric}``.
-        also: a further metric to show, as ``{set}_{metric}``.
-        brief: leave out the parts of a score whose mean is shown.
-        every: show all metrics, not only the loss and the parts of the score.
+    Shares are in per cent. The change of a score has its paired interval. The metrics of an evaluation with their
+    bounds, and those of that ``before`` the training, are named ``eval_{set}_{metric}``.
     """
     rows: list[tuple[str, ...]] = []
     for name in names:
@@ -144,10 +135,9 @@ def make_rows(
             for values in (metrics, before or {})
         )
         scored = parts_of_score(now)
-        shown = {"loss", MEAN, also.removeprefix(f"{name}_"), *(() if brief and len(scored) > 1 else scored)}
         if len(scored) > 1:
             now[MEAN], old[MEAN] = score_if_measured(now), score_if_measured(old)
-        for metric in [metric for metric in (*METRICS, MEAN) if metric in now and (every or metric in shown)]:
+        for metric in [metric for metric in (*METRICS, MEAN) if metric in now]:
             factor, digits, unit = (1, 3, "") if metric == "loss" else (100, 2, "%")
             ends = [f"{100 * now[metric + end]:.2f}" for end in (LOW, HIGH) if metric + end in now]
             cells = [f"{factor * now[metric]:.{digits}f}{unit}", f"[{', '.join(ends)}]" if ends else "", "", ""]

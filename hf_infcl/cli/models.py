@@ -115,7 +115,7 @@ def _write_metrics(trainer: Any, metrics: dict[str, float], datasets: Sets, opti
     how = {"eval_precision": computed} | ({} if dims is None else {"eval_dims": dims})
     trainer.save_metrics("eval", metrics | means | what_was_measured(datasets) | how, combined=False)
     if trainer.is_world_process_zero():
-        print(*table_lines(make_rows(metrics, datasets, every=True)), *scores, sep="\n")
+        print(*table_lines(make_rows(metrics, datasets)), *scores, sep="\n")
         cut = "" if dims is None else f" with the first {dims} dimensions of the embeddings"
         print(f"Measured in {computed}{cut}; another precision rounds otherwise, and changes a few answers.")
         print(f"The results were written to {Path(trainer.args.output_dir) / 'eval_results.json'}.")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, SaveStrategy
 from transformers.utils import CONFIG_NAME
@@ -126,7 +126,7 @@ def train(parser: Parser, namespace: argparse.Namespace) -> None:
         return
     merge = lora.lora_merge
     with full_disk_explained(Path(args.output_dir)):
-        averaged = save_results(trainer, trained.metrics, eval_datasets, average, model_options.model)
+        averaged = save_results(trainer, trained.metrics, average, model_options.model)
         by_width = facts.scores_by_width(trainer, eval_datasets)
         of_ledger = write_ledger_of_training(trainer, train_dataset)
         if "open_clip" in args.save_formats and trainer.is_world_process_zero():
@@ -153,11 +153,7 @@ def train(parser: Parser, namespace: argparse.Namespace) -> None:
 
 
 def save_results(
-    trainer: InfCLTrainer,
-    metrics: dict[str, float],
-    eval_datasets: sets.Sets,
-    average: Callable[[], Averaged] | None,
-    start: str,
+    trainer: InfCLTrainer, metrics: dict[str, float], average: Callable[[], Averaged] | None, start: str
 ) -> Averaged | None:
     """Writes the model, the metrics of the training and of the final evaluation, and the trainer's state; collective.
 
@@ -176,6 +172,7 @@ def save_results(
             end, folder = checkpoint_of_end(trainer), Path(str(trainer.args.output_dir))
             write_averages(folder, saved, start, str(end))
             tell(trainer, *described(saved), f"The average at alpha {saved.alpha:g} is saved; the end is {end}.")
+    eval_datasets: Any = trainer.eval_dataset
     if eval_datasets:
         state = trainer.state
         step = state.best_global_step if trainer.args.load_best_model_at_end else state.global_step  # of the weights
@@ -281,9 +278,7 @@ class EarlierDeleted(TrainerCallback):
     def __init__(self, results: Sequence[Path]) -> None:
         self._results = results
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_begin(self, args: Any, state: object, control: object, **kwargs: object) -> None:
         for path in self._results if args.should_save else ():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 

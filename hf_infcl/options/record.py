@@ -72,10 +72,8 @@ class RunRecord:
 
 # Options that decide what is trained, but are compared in another form, here or in `resuming.make_run`.
 _IN_ANOTHER_FORM = set(
-    """
-    bf16 bf16_full_eval fp16 fp16_opt_level fp16_full_eval max_steps num_train_epochs warmup_ratio objective equal_ids
-    train_sampling_strategy data_seed
-    """.split()
+    "bf16 bf16_full_eval fp16 fp16_opt_level fp16_full_eval max_steps num_train_epochs warmup_ratio objective "
+    "equal_ids train_sampling_strategy data_seed".split()
 )
 # Schedules whose learning rate does not depend on the number of steps of the run.
 _ENDLESS = (*WITHOUT_WARM_UP, "constant_with_warmup", "inverse_sqrt")
