@@ -150,9 +150,6 @@ def _content(files: Iterable[Path]) -> str:
     return f"sha256:{digest.hexdigest()[:16]}"
 
 
-_OTHER_SETS = ("pairs", "zero_shot")  # the keys of --eval_dataset and --zero_shot_dataset
-
-
 def benchmark_sets(
     names: Sequence[str] | None,
     folder: str | None = None,
@@ -177,7 +174,11 @@ def benchmark_sets(
     for name in expanded(names or (), folder):
         key = prefix + benchmark_key(name)
         try:
-            if key in evaluation_sets or key in _OTHER_SETS:
+            if key in {
+                *evaluation_sets,
+                "pairs",
+                "zero_shot",
+            }:  # the last two are --eval_dataset and --zero_shot_dataset
                 raise ValueError(
                     f"Its metrics would have the names eval_{key}_... of another set's. Measure both by two commands."
                 )

@@ -12,13 +12,12 @@ import itertools
 import os
 import re
 import sys
-import typing
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, make_dataclass
 from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, Union, cast, get_args, get_origin, get_type_hints
 
 import transformers
 from transformers import HfArgumentParser
@@ -144,7 +143,7 @@ class Parser(HfArgumentParser):
         self._kinds: dict[str, set[Any]] = {}  # of values that each option takes, such as list and NoneType
         file = ["[FILE.yaml or FILE.json]"] if self.shown else []
         super().__init__(
-            typing.cast(Any, (*self.reads, *self._of_training)),
+            cast(Any, (*self.reads, *self._of_training)),
             prog=f"infcl {self.command}",
             usage=" ".join(["%(prog)s", *file, *self._meanings, "[--NAME VALUE ...]"]),
             description=description,
@@ -288,15 +287,15 @@ class Parser(HfArgumentParser):
 
     def _add_dataclass_arguments(self, dtype: Any) -> None:
         super()._add_dataclass_arguments(dtype)
-        hints = typing.get_type_hints(dtype)
+        hints = get_type_hints(dtype)
         for name in (one.name for one in fields(dtype) if one.init):
-            is_union = typing.get_origin(hints[name]) in (typing.Union, UnionType)
-            several = typing.get_args(hints[name]) if is_union else (hints[name],)
-            self._kinds[name] = {typing.get_origin(kind) or kind for kind in several}
+            is_union = get_origin(hints[name]) in (Union, UnionType)
+            several = get_args(hints[name]) if is_union else (hints[name],)
+            self._kinds[name] = {get_origin(kind) or kind for kind in several}
 
     def _add_new_ones(self) -> None:
         """Adds the options that another release of transformers has beside those of the file."""
-        types = typing.get_type_hints(transformers.TrainingArguments)
+        types = get_type_hints(transformers.TrainingArguments)
         new = [one for one in fields(transformers.TrainingArguments) if one.init and one.name not in self._kinds]
         declared = [(one.name, types[one.name], copy.copy(one)) for one in new]
         self._add_dataclass_arguments(make_dataclass("NewOptions", declared))

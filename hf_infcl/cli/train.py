@@ -37,7 +37,7 @@ from ..models.adapters import ADAPTER_FILES, describe_adapters, has_adapters
 from ..models.open_clip import compare_formats
 from ..models.pretrained import base_of_adapters
 from ..options.arguments import InfCLTrainingArguments
-from ..options.commands import ColumnOptions, DataOptions, ModelOptions
+from ..options.commands import DataOptions, ModelOptions
 from ..processes.collectives import Processes
 from ..processes.signals import Preempted
 from ..quality.averages import Averaged, described
@@ -111,7 +111,7 @@ def train(parser: Parser, namespace: argparse.Namespace) -> None:
         trainer.add_callback(EarlierDeleted([*earlier, *weights_of_other_kind(Path(args.output_dir), adapted)]))
     if evaluation.eval_pictures:
         PicturesCallback(trainer, eval_datasets["pairs"], evaluation.eval_pictures)  # before the card, which shows it
-    describe = describe_run(trainer, model_options, data, columns, conversion)
+    describe = describe_run(trainer, model_options, data, conversion)
     trainer.add_callback(CardCallback(functools.partial(describe, adapter=adapted)))
     ProgressPrinter(trainer)
     resume: Any = {"true": True, "True": True}.get(args.resume_from_checkpoint, args.resume_from_checkpoint)
@@ -185,7 +185,7 @@ def save_results(
 
 
 def describe_run(
-    trainer: InfCLTrainer, model: ModelOptions, data: DataOptions, columns: ColumnOptions, conversion: Sequence[str]
+    trainer: InfCLTrainer, model: ModelOptions, data: DataOptions, conversion: Sequence[str]
 ) -> functools.partial[facts.TrainingFacts]:
     """`training_facts` with the facts that the options and the trainer know, and what `load` said of a conversion."""
     trained: Any = trainer.train_dataset
@@ -214,7 +214,7 @@ def describe_run(
         content=facts.content_of(pairs),
         replay_sources=[_source(spec, "train") for spec in read_sets("replay_dataset", data.replay_dataset)],
         pairs=len(pairs) if isinstance(pairs, ImageTextDataset) else None,
-        pair_id_column=getattr(pairs, "pair_id_column", columns.pair_id_column),
+        pair_id_column=pairs.pair_id_column,
         evaluations=[*describe_evaluations(eval_datasets)],
         settings=settings,
     )
