@@ -174,11 +174,8 @@ def benchmark_sets(
     for name in expanded(names or (), folder):
         key = prefix + benchmark_key(name)
         try:
-            if key in {
-                *evaluation_sets,
-                "pairs",
-                "zero_shot",
-            }:  # the last two are --eval_dataset and --zero_shot_dataset
+            # The names of --eval_dataset and --zero_shot_dataset are taken.
+            if key in (*evaluation_sets, "pairs", "zero_shot"):
                 raise ValueError(
                     f"Its metrics would have the names eval_{key}_... of another set's. Measure both by two commands."
                 )
