@@ -95,11 +95,19 @@ def test_other_rows_come_again_instead_of_those_that_are_skipped_rows(left):
     assert not ordered.begin_at(0, lambda: skipped_rows), "only what is shuffled"
 
 
+class SaveAt(TrainerCallback):
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save = state.global_step in self.steps
+
+
 def rank_rows(rank: int, world_size: int, folder: str, workers: int = 0) -> tuple[list[list[tuple]], list[float]]:
     rows = TrainedRows()
     options = {"max_steps": -1, "num_train_epochs": 4, "logging_strategy": "epoch", "gradient_accumulation_steps": 1}
-    options |= {"save_strategy": "steps", "save_steps": 2, "data": models.Pairs(20)}
-    trainer = trained(trainer_for(folder, callbacks=[rows], **options))
+    options["data"] = models.Pairs(20)
+    trainer = trained(trainer_for(folder, callbacks=[rows, SaveAt(2, 4)], **options))
     epochs = [entry["epoch"] for entry in trainer.state.log_history if "loss" in entry]
     for step in (2, 4):
         rest = TrainedRows()
