@@ -41,11 +41,7 @@ class NumberChecks:
     """
 
     def __init__(
-        self,
-        context: Context,
-        record: RunRecord | None,
-        of_terms: Sequence[nn.Parameter],
-        rows_of_dataset: RowsOfDataset,
+        self, context: Context, record: RunRecord | None, of_terms: list[nn.Parameter], rows_of_dataset: RowsOfDataset
     ) -> None:
         self._encoder, self._accelerator = context.encoder, context.accelerator
         self._of_terms, self._rows_of_dataset = of_terms, rows_of_dataset

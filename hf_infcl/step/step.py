@@ -24,22 +24,10 @@ from ..options.declaring import CHECKPOINTING
 from ..options.record import RunRecord
 from ..processes.collectives import Processes, failures_announced
 from ..processes.signals import Phases
+from . import extensions
 from .checks import NumberChecks, RowsOfDataset, asked_for_loss, check_own_loss, finite_rows
 from .compilation import LAYERS, MODEL, LayerCompilation
-from .extensions import (
-    NO_ROWS,
-    Extension,
-    LossTerm,
-    PairSelection,
-    StepChange,
-    StepObserver,
-    check_mask,
-    check_names,
-    checked_state,
-    of_kind,
-    term_parameters,
-    value_of_term,
-)
+from .extensions import NO_ROWS, Extension, LossTerm, PairSelection, StepChange, StepObserver, of_kind, term_parameters
 from .grad_cache import CachedWindow, Features, Fetcher, GraphBudget, undone
 from .recording import StepRecording
 from .terms import Context, DroppedPatches, KeptFeatures, PositiveCosines, TowerNorms, loss_of_window
@@ -75,7 +63,7 @@ class WindowStep:
         if start is not None and args.keep_features:
             own.append(KeptFeatures(start, context.accelerator, args.keep_features))
         self.extensions = [*own, TowerNorms(encoder), PositiveCosines(), *context.extensions]
-        check_names(self.extensions)
+        extensions.check_names(self.extensions)
         self._changes, self._selections = of_kind(self.extensions, StepChange), of_kind(self.extensions, PairSelection)
         self._terms, self._observers = of_kind(self.extensions, LossTerm), of_kind(self.extensions, StepObserver)
         self._term_values: dict[str, Tensor] = {}  # of the last trained window
@@ -301,7 +289,7 @@ class WindowStep:
         for selection in self._selections:
             chosen = selection.select(window, features, *self.context.encoder.scale_and_bias())
             if chosen is not None:
-                check_mask(selection, "select", chosen, len(features[0]))
+                extensions.check_mask(selection, "select", chosen, len(features[0]))
                 selected = chosen if selected is None else selected & chosen
         if selected is not None and not selected.any():
             names = ", ".join(selection.name for selection in self._selections)
@@ -321,7 +309,8 @@ class WindowStep:
         with self._announced():
             for number, term in enumerate(self._terms):
                 of_micro_batches = [(m.references or [])[number] for m in micro_batches]
-                values.append(value_of_term(term, in_order if term.in_order else features, of_micro_batches))
+                given = in_order if term.in_order else features
+                values.append(extensions.value_of_term(term, given, of_micro_batches))
         self.may_repeat = self.repeats and self.context.args.world_size == 1
         loss = loss_of_window(self.context, window, in_order, *temperature)
         if (weight := self.context.args.contrastive_weight) != 1:
@@ -339,7 +328,7 @@ class WindowStep:
         """The rows of the training set that this epoch, which begins or goes on, does without; see `PairSelection`."""
         for selection in self._selections:
             if len(rows := selection.skipped_rows(epoch)):
-                check_mask(selection, "skipped_rows", rows, self.context.rows or 0)
+                extensions.check_mask(selection, "skipped_rows", rows, self.context.rows or 0)
                 return rows
         return NO_ROWS
 
@@ -381,7 +370,7 @@ class WindowStep:
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """The states of the extensions that have one, by their names; collective."""
-        states = {extension.name: checked_state(extension) for extension in self.extensions}
+        states = {extension.name: extensions.checked_state(extension) for extension in self.extensions}
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, Mapping[str, object]]) -> None:

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 
 from ..loss import contrastive_loss
 from ..models.adapters import weight_fingerprint
@@ -175,7 +174,7 @@ class TowerNorms(StepObserver):
                 if (norms := window.gradient_norms) is not None:
                     self._norms[tower] = partial(norms.of, parameters)
                 else:
-                    self._norms[tower] = partial(torch.div, get_total_norm(gradients), scale)
+                    self._norms[tower] = partial(torch.div, nn.utils.get_total_norm(gradients), scale)
 
     def logs(self) -> dict[str, float]:
         """``grad_norm_image`` and ``grad_norm_text`` of the last trained window, unclipped; collective under FSDP2."""

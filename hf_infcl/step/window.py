@@ -110,7 +110,7 @@ class GradientNorms:
         """The norm of the gradients of these together, to the bit as `torch.nn.utils.get_total_norm` computes it."""
         return torch.linalg.vector_norm(torch.stack([self._norms[p] for p in parameters if p in self._norms]))
 
-    def clipped(self, most: float) -> Tensor | None:
+    def clipped(self, most: float = math.inf) -> Tensor | None:
         """Scales the gradients so that their norm is at most this, and returns what it was.
 
         None if they were changed since it was computed, or for a second call: then it does nothing.

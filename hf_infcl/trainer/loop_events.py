@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import IntervalStrategy
 
 from ..files.text import counted
 from ..models.counting import count_window, peak_of, shapes_of
@@ -267,7 +266,7 @@ def is_logged(args: TrainingArguments, state: TrainerState, control: TrainerCont
     interval. An evaluation may make any step the last. If nobody has chosen an interval, or it is longer than the
     training, so are ten steps at equal distances.
     """
-    if args.logging_strategy != IntervalStrategy.STEPS:
+    if args.logging_strategy != "steps":
         return False
     chosen = args.logging_steps != TrainingArguments.logging_steps and state.logging_steps <= state.max_steps
     if chosen and not args.logging_first_step:

@@ -1,6 +1,5 @@
 """`InfCLTrainer`: one optimizer step is one contrastive batch. Trainer's methods that differ call the parts."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property, partial
@@ -13,7 +12,6 @@ from huggingface_hub import ModelCard
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset
 from transformers import Trainer
-from transformers import trainer as trainer_of_transformers
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from ..data.collator import normalised
@@ -268,7 +266,7 @@ class InfCLTrainer(Trainer):
         """The number of completed epochs, and of trained micro-batches of the next one."""
         # Trainer takes shares of the training (logging_steps=0.01), and micro-batches that were found, for changes.
         # `first_position` warns of those of intervals, and the micro-batch decides nothing.
-        with patch.object(trainer_of_transformers, "compare_trainer_and_checkpoint_args", lambda *_: None):
+        with patch("transformers.trainer.compare_trainer_and_checkpoint_args", lambda *_: None):
             counted = super()._init_training_state(*args)
         epochs = partial(epochs_of, self.train_dataset, self.args)
         return self.resumption.first_position(self.state, self.args, epochs, counted)
@@ -311,7 +309,7 @@ class InfCLTrainer(Trainer):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         if grad_norm is None and (norms := self.training_data.window.gradient_norms) is not None:
-            grad_norm = norms.clipped(math.inf)
+            grad_norm = norms.clipped()
         return super()._get_grad_norm(self._with_terms(model), grad_norm=grad_norm)
 
     def _with_terms(self, model: nn.Module) -> nn.Module:
