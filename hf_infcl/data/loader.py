@@ -138,7 +138,7 @@ class TrainingLoader(DataLoader[Any]):
         # Trainer makes another loader of this one where a resumed run has trained a part of an epoch, and reads
         # nothing from that, which therefore needs no workers.
         super().__init__(dataset, batch_size=args.per_device_train_batch_size)
-        self._args, self._device = args, None if args.offload_inputs else args.device  # None is host memory
+        self._args, self._device = args, "cpu" if args.offload_inputs else args.device
         self.epochs = epochs_of(dataset, args)
         sizes = args.per_device_train_batch_size, args.gradient_accumulation_steps * args.world_size
         where: dict[str, Any] = {"rank": args.process_index, "world_size": args.world_size}
@@ -198,8 +198,6 @@ class TrainingLoader(DataLoader[Any]):
         return DataLoader(self.batches, batch_size=None, generator=generator, **worker_options(args))
 
     def _to_device(self, batch: object) -> object:
-        if self._device is None:
-            return batch
         return send_to_device(batch, self._device, non_blocking=self._args.dataloader_pin_memory)
 
     def consume(self) -> None:

@@ -1,4 +1,4 @@
-"""Image-text pairs: rows of a dataset as items of one image and its captions."""
+"""Image-text pairs: the rows of a dataset, and the items of one image and its captions that are made of them."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def load_pairs(source: str, *, split: str, name: str | None = None, image_column
             split or configuration, in which case the message names the existing ones; or no image is where its relative
             path says.
     """
-    from .tables import Table  # `datasets` is loaded where it is used
+    from .tables import Table  # it needs `datasets`, without which this file can be imported
 
     return Table(source, name).load(split, image_column)
 

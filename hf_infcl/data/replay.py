@@ -88,10 +88,6 @@ class TableRows(MicroBatches):
             self._skipped_rows = skipped()
         return self._consumed != consumed or not torch.equal(self._skipped_rows, rows)
 
-    def counts(self) -> dict[str, int]:
-        """``samples``: on rank 0 what all processes consumed since the run began, on other ranks 0."""
-        return {"samples": self.position * self._share.of_batch if self._rank == 0 else 0}
-
     # ---- Reading ----
 
     def rows_at(self, places: Sequence[tuple[int, int]]) -> list[int]:

@@ -380,8 +380,8 @@ class MicroBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         return None
 
     def counts(self) -> dict[str, int]:
-        """Counts of this process since the run began, by their names."""
-        raise NotImplementedError
+        """Counts since the run began, to be summed over the processes: ``samples``, all of which rank 0 counts."""
+        return {"samples": self.position * self._share.of_batch if self._rank == 0 else 0}
 
     def rows_at(self, places: Sequence[tuple[int, int]]) -> list[int]:
         """The rows of a table at (micro-batch, row) of this process after the consumed ones; for other data none."""
@@ -481,12 +481,11 @@ class StreamBatches(MicroBatches):
         }
 
     def counts(self) -> dict[str, int]:
-        """``samples`` consumed, samples ``skipped``, ``shards`` opened."""
+        """Also the samples ``skipped`` and the ``shards`` opened by this process."""
         cursors = self._cursors.values()
-        skipped = sum(cursor["skipped"] for cursor in cursors)
         return {
-            "samples": sum(cursor["drawn"] for cursor in cursors) - skipped,
-            "skipped": skipped,
+            **super().counts(),
+            "skipped": sum(cursor["skipped"] for cursor in cursors),
             "shards": sum(at["opened"] for cursor in cursors for at in cursor["sources"] if at),
         }
 

@@ -114,15 +114,14 @@ class LaneSource(NamedTuple):
             if len(buffer) == size:
                 *_, entries = buffer[-1]  # the next buffer begins after the last sample that was read
                 following = {"pass": at["pass"], "buffer": at["buffer"] + 1, **entries, "taken": 0}
-                opened = at["pass"] * dealt + following["next"]
             else:  # the pass ends with this buffer
                 empty_passes = 0 if buffer or at["buffer"] else empty_passes + 1
                 if empty_passes == _MAX_EMPTY_PASSES:
                     urls = sorted({self.shards[piece.shard].url for piece in self.pieces})
                     raise ValueError(f"There are no samples in {counted(len(urls), 'shard')} such as {urls[0]!r}.")
                 following = _begin_of_pass(at["pass"] + 1)
-                opened = following["pass"] * dealt
                 samples = self._in_turns(following)
+            opened = following["pass"] * dealt + following["next"]
             places = list(range(len(buffer)))
             self.order.random(self.source, self.lane, at["pass"], at["buffer"]).shuffle(places)
             # The next buffer fills as this one empties. No sample has to wait until a whole buffer has been read, and

@@ -51,22 +51,18 @@ class Columns(NamedTuple):
 
 
 def is_value(feature: object, *dtypes: str) -> bool:
-    """Whether a feature of `datasets` is a plain value of one of the dtypes."""
-    import datasets
-
-    return isinstance(feature, datasets.Value) and feature.dtype in dtypes
+    """Whether a feature of `datasets` is a plain value, or an Image, of one of the dtypes."""
+    return getattr(feature, "dtype", None) in dtypes
 
 
 def holds_images(feature: object) -> bool:
     """Whether a column of this feature can hold images: as such, as paths, encoded, or as ``bytes`` or ``path``."""
-    import datasets
-
     if isinstance(feature, dict):
         kinds = {"bytes": ("binary", "large_binary", "null"), "path": ("string", "large_string", "null")}
         fields = [name for name in kinds if name in feature]
         return bool(fields) and all(is_value(feature[name], *kinds[name]) for name in fields)
-    is_image = isinstance(feature, datasets.Image)
-    return is_image or is_value(feature, "string", "large_string", "binary", "large_binary")
+    of_image = "PIL.Image.Image"  # the dtype of the feature Image
+    return is_value(feature, of_image, "string", "large_string", "binary", "large_binary")
 
 
 def is_string(feature: object) -> bool:
@@ -186,7 +182,7 @@ class TarReader:
     @staticmethod
     def features(urls: Sequence[str], image_column: str) -> Mapping[str, object]:
         """The columns that the shards have as a table, as their first samples show them; a ValueError without any."""
-        from .tar_tables import tar_table  # `datasets` is loaded where it is used
+        from .tar_tables import tar_table  # it needs `datasets`, without which this file can be imported
 
         return tar_table([(url, url) for url in urls], image_column, "train", _PROBED).features
 
