@@ -256,6 +256,9 @@ def test_shards_without_captions_or_without_images_are_embedded_as_the_same_tabl
     for option in ("image_column", "caption_column"):
         with pytest.raises(ValueError, match=f"no column 'nope', which --{option} names. Its columns are"):
             make_source(spec, DataOptions([], streaming=True), ColumnOptions(**{option: "nope"}), None, [option])
+    if "images" not in parts:
+        with pytest.raises(ValueError, match="no column 'image', which --image_column names"):
+            make_source(spec, DataOptions([], streaming=True), ColumnOptions(), None, ["image_column"])
 
 
 def test_the_command_embeds_a_folder_of_images_and_a_table_of_texts(demo, small, tmp_path, capsys):
