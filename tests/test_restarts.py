@@ -45,18 +45,22 @@ def lose(what: str) -> None:
 
 @record
 def main(folder: str, what: str) -> None:
-    victim = os.environ["RANK"] == "3" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+    victim = is_last and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     end = AtEndOf(LOST_IN, lambda: lose(what) if victim else None)
-    run = trained(training(Path(folder), callbacks=[end]), "auto")
+    run = trained(training(Path(folder), callbacks=[end], use_cpu=what != "process with a GPU"), "auto")
     print(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} trained {run.steps_trained} steps")
     if os.environ["RANK"] == "0":
         torch.save(parameters(run), f"{folder}/weights.pt")
 
 
-@pytest.mark.parametrize("what", ["process", "agent"])
+@pytest.mark.parametrize("what", ["process", "agent", pytest.param("process with a GPU", marks=pytest.mark.gpu)])
 def test_a_training_goes_on_with_what_is_left(tmp_path, what):
+    count = 2 if what == "process with a GPU" else 4
+    if count == 2 and torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
     whole = trained(training(tmp_path / "whole"))
-    options = ["--nproc-per-node", "4", "--rdzv-endpoint", "localhost:0"]
+    options = ["--nproc-per-node", str(count), "--rdzv-endpoint", "localhost:0"]
     if what == "agent":  # the rendezvous is elsewhere: without its host, no agent could go on
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         options = ["--nnodes", "1:2", "--nproc-per-node", "2", "--rdzv-endpoint", f"localhost:{store.port}"]
@@ -64,10 +68,10 @@ def test_a_training_goes_on_with_what_is_left(tmp_path, what):
     options += ["--rdzv-backend", "c10d", "--max-restarts", "2"]
     folder, nodes = tmp_path / "lost", 1 + (what == "agent")
     code, printed = launched(main, str(folder), what, options=options, nodes=nodes, variables=RESTARTS)
-    left = 2 if what == "agent" else 4
+    left = 2 if what == "agent" else count
     assert code == (-signal.SIGKILL if what == "agent" else 0), printed
     for rank in range(left):
         assert f"rank {rank} of {left} trained {STEPS - LOST_IN + 1} steps" in printed, printed
     assert end_of(folder) == pytest.approx(end_of(tmp_path / "whole"), abs=1e-4)  # the same rows in every step
-    weights = torch.load(folder / "weights.pt")
+    weights = torch.load(folder / "weights.pt", map_location="cpu")
     torch.testing.assert_close(weights, parameters(whole), atol=5e-5, rtol=0)
