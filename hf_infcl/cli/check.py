@@ -65,7 +65,8 @@ def check(parser: Parser, namespace: argparse.Namespace) -> None:
         facts = SetFacts(key, dataset, inspector, samples, workers=workers, progress=progress)
         findings = find(facts, trained, skips_bad=data.on_bad_sample == "skip")
         print(facts.words, *lines_of(findings), sep="\n")
-        trained += [facts] if facts.is_trained else []
+        if facts.is_trained:
+            trained.append(facts)
         every += findings
         of_sets[key] = {"read": len(facts.pairs), "whole": facts.is_whole, "findings": list(map(asdict, findings))}
     first, limited = trained[0], namespace.max_steps > 0

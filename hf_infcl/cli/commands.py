@@ -6,11 +6,9 @@ from ..options import commands as options
 from .parser import Parser
 
 # The options of a training that decide about embeddings.
-OF_EMBEDDING = tuple(
-    "output_dir per_device_eval_batch_size max_text_tokens dims bf16 use_cpu dataloader_num_workers".split()
-)
+OF_EMBEDDING = "output_dir per_device_eval_batch_size max_text_tokens dims bf16 use_cpu dataloader_num_workers"
 # The options of a training that decide about an evaluation alone.
-OF_EVALUATION = (*OF_EMBEDDING, "objective", "strategy", "backend", "equal_ids", "report_to", "run_name")
+OF_EVALUATION = f"{OF_EMBEDDING} objective strategy backend equal_ids report_to run_name"
 
 
 class Check(Parser):
@@ -22,7 +20,7 @@ class Check(Parser):
     """
 
     reads = (options.CheckOptions, *options.OF_TRAINING)
-    shown = ("output_dir", "dataloader_num_workers")
+    shown = "output_dir dataloader_num_workers"
 
 
 class Train(Parser):
@@ -93,7 +91,7 @@ class Embed(Parser):
 
     reads = (options.EmbedOptions, *options.OF_TRAINING)
     shown: ClassVar = {
-        "Embeddings": f"key_column format half_precision {' '.join(OF_EMBEDDING)}",
+        "Embeddings": f"key_column format half_precision {OF_EMBEDDING}",
         "Data": "dataset split streaming on_bad_sample augmentation replay_dataset exclude image_column caption_column "
         "pair_id_column",
     }

@@ -57,7 +57,7 @@ def embed(parser: Parser, namespace: argparse.Namespace) -> None:
         if namespace.dataset is None:
             parser.error("Name the data to embed: DATA, or --dataset as in the training that will read the embeddings.")
         folder = namespace.teacher_embeddings
-        parser.keep_only(namespace, {*OF_EMBEDDING, *_OF_FILE, "report_to"}, _OF_FILE)
+        parser.keep_only(namespace, {*OF_EMBEDDING.split(), *_OF_FILE, "report_to"}, _OF_FILE)
         if "output_dir" not in parser.typed:
             if folder is None:
                 parser.error("Name the folder for the embeddings with --output_dir, or with --teacher_embeddings.")

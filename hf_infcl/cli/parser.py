@@ -129,7 +129,7 @@ class Parser(HfArgumentParser):
     """
 
     reads: ClassVar[tuple[type, ...]] = ()
-    shown: ClassVar[Mapping[str, str] | tuple[str, ...]] = ()
+    shown: ClassVar[Mapping[str, str] | str] = ""
     positionals: ClassVar[tuple[str, ...]] = ()
     optional: ClassVar[tuple[str, ...]] = ()
 
@@ -176,7 +176,7 @@ class Parser(HfArgumentParser):
                 self.add_argument_group(heading)._group_actions += [known[name] for name in names.split()]
             hidden = self._kinds.keys() - set(" ".join(self.shown.values()).split())
         else:
-            hidden = {f.name for declared in self._of_training for f in fields(declared)} - set(self.shown)
+            hidden = {f.name for declared in self._of_training for f in fields(declared)} - set(self.shown.split())
         for action in self._actions:
             if action.dest in hidden:
                 action.help = argparse.SUPPRESS
@@ -204,7 +204,7 @@ class Parser(HfArgumentParser):
                 self.shorten()
             print(self.format_help(), end="")  # print_help ignores a closed pipe
             self.exit()
-        self._file = ""
+        self._file = ""  # the name of the file of options
         values: dict[str, Any] = {}
         try:
             file, words = self._file_and_words(self.words)
