@@ -34,7 +34,7 @@ class Optimization:
     def __init__(self, args: InfCLTrainingArguments) -> None:
         self._args = args
         # Whether Trainer created them from the arguments. Otherwise they were passed.
-        self.creates_optimizer = self.creates_scheduler = self._was_asked = False
+        self.creates_optimizer = self.creates_scheduler = False
         self.table_of_groups = ""  # of the optimizer that was created; see `table_of_groups` of `hf_infcl.optim`
         self._described: dict[object, dict[str, Any]] = {}  # both, and their options before their first step
 
@@ -44,7 +44,6 @@ class Optimization:
         Raises a ValueError if no parameter would be trained, or the optimizer does not take its options.
         """
         encoder, passed, args = trainer.dual_encoder, trainer.optimizer, self._args
-        self._was_asked = True
         if not any(parameter.requires_grad for parameter in encoder.model.parameters()):
             raise ValueError(
                 "Nothing would be trained: no parameter of the model requires a gradient. Call requires_grad_(True) on "
@@ -82,7 +81,7 @@ class Optimization:
         Raises a ValueError if it does not take its options, or if a subclass makes the optimizer without the options.
         """
         args, optimizer, schedule = self._args, trainer.optimizer, trainer.lr_scheduler
-        if not self._was_asked and (names := options_of_own_optimizer(args)):
+        if not self.creates_optimizer and (names := options_of_own_optimizer(args)):
             raise ValueError(
                 f"{', '.join(names)} apply only to the optimizer of InfCLTrainer.create_optimizer, which an override "
                 "does not call. Call super().create_optimizer() there, or leave these options out."
