@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 from collections.abc import Iterable, Mapping
@@ -184,10 +183,14 @@ class PicturesCallback(TrainerCallback):
 
     def _pass_on(self, path: Path, picture: Image.Image, args: TrainingArguments, state: TrainerState) -> None:
         trackers = args.report_to or ()
-        for name in ("wandb", "trackio"):  # whose interface is the same
-            if name in trackers:
-                tracker = importlib.import_module(name)
-                tracker.log({"pictures": tracker.Image(str(path))})
+        if "wandb" in trackers:
+            import wandb
+
+            wandb.log({"pictures": wandb.Image(str(path))})
+        if "trackio" in trackers:
+            import trackio
+
+            trackio.log({"pictures": trackio.Image(str(path))})
         if "mlflow" in trackers:
             import mlflow
 
