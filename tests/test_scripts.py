@@ -172,15 +172,15 @@ def test_the_help_of_the_small_clip_does_not_import_torch():
 
 def test_global_batch_compares_like_with_like(script, monkeypatch, tmp_path):
     comparison = script("global_batch")
-    monkeypatch.setattr(comparison, "SIZES", {"train": 512, "validation": 40, "test": 60})
+    monkeypatch.setattr(comparison, "SIZES", {"train": 1024, "validation": 40, "test": 60})
     monkeypatch.setattr(comparison, "EPOCHS", 2)
     monkeypatch.setattr(comparison, "small_clip", functools.partial(comparison.small_clip, width=16, layers=1))
     comparison.data.cache_clear()
     runs = [comparison.train(method, 1e-3, 0)[-1] for method in comparison.METHODS]
     (*_, again) = comparison.train(comparison.GLOBAL, 1e-3, 1)
     comparison.data.cache_clear()
-    assert {row["pairs_seen"] for row in runs} == {1024}
-    assert [row["optimizer_steps"] for row in runs] == [2, 64, 2, 16, 8]
+    assert {row["pairs_seen"] for row in runs} == {2048}
+    assert [row["optimizer_steps"] for row in runs] == [4, 128, 4, 32, 16]
     assert len({row["test_loss"] for row in (*runs, again)}) == len(runs) + 1
 
     runs += [{**row, "seed": 1} for row in runs]

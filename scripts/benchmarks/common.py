@@ -299,7 +299,7 @@ def draw_lines(axis: Any, lines: dict[str, list[tuple[float, float]]], style: di
     axis.set(xscale="log", yscale="log")
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.figure.canvas.draw()
+    axis.autoscale_view()
     to_axes = (axis.transScale + axis.transLimits).transform
     ends = sorted((*to_axes(max(points)), name) for name, points in lines.items())
     low, right = -1.0, max((x for x, _, _ in ends), default=0.0) + 0.035
