@@ -155,7 +155,7 @@ def _data_files(source: str, split: str, name: str | None) -> list[str]:
         raise ValueError(f"{source!r} is of save_to_disk. Read it without streaming, or write shards by to_parquet.")
     try:
         files = dataset_builder(source, name).config.data_files or {}
-    except (OSError, ValueError) as error:  # a ConnectionError, and one for what is no Hub id, are such
+    except (OSError, ValueError) as error:  # among them ConnectionError, and HFValidationError of what is no Hub id
         raise ValueError(not_there("There are no shards", source, error)) from error
     if split not in files:
         raise ValueError(f"{source!r} has no split {split!r}. Its splits are {[str(key) for key in files]}.")

@@ -61,8 +61,8 @@ def holds_images(feature: object) -> bool:
         kinds = {"bytes": ("binary", "large_binary", "null"), "path": ("string", "large_string", "null")}
         fields = [name for name in kinds if name in feature]
         return bool(fields) and all(is_value(feature[name], *kinds[name]) for name in fields)
-    of_image = "PIL.Image.Image"  # the dtype of the feature Image
-    return is_value(feature, of_image, "string", "large_string", "binary", "large_binary")
+    # The first one is that of the feature Image.
+    return is_value(feature, "PIL.Image.Image", "string", "large_string", "binary", "large_binary")
 
 
 def is_string(feature: object) -> bool:
