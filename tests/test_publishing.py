@@ -451,6 +451,23 @@ def test_results_on_data_of_the_hub_are_in_its_format(tmp_path):
     }
 
 
+def test_what_a_push_may_read_meanwhile_is_replaced_whole(tmp_path, monkeypatch):
+    written = facts(evaluations=[RETRIEVAL])
+    state = TrainerState(log_history=[{"loss": 1.0, "step": 1}])
+
+    def publish() -> None:
+        written.save(tmp_path)
+        write_publication(written, tmp_path, state)
+
+    publish()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert {"README.md", "curves.png", "training_record.json", "someone_pairs.yaml"} <= {path.name for path in before}
+    monkeypatch.setattr("os.replace", lambda partial, path: None)
+    written, state = facts(start="another"), TrainerState(log_history=[{"loss": 2.0, "step": 1}])
+    publish()
+    assert {path: path.read_bytes() for path in before} == before
+
+
 DESCRIBED: dict[str, Any] = {
     "model_class": "CLIPModel",
     "start": "someone/clip",

@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 from ..evaluation.metrics import CEILING, HIGH, LOW, METRICS, Metric
 from ..files.text import code, counted, one_line
+from ..files.whole import written_whole
 from ..loss.objectives import OBJECTIVES
 from ..models.model_types import reads_padding
 from .facts import SPEED, Evaluation, TrainingFacts
@@ -91,7 +92,8 @@ def write_eval_results(facts: TrainingFacts, folder: str | Path) -> None:
     for dataset, of_dataset in entries.items():
         path = Path(folder, ".eval_results", dataset.replace("/", "_") + ".yaml")
         path.parent.mkdir(exist_ok=True)
-        path.write_text(yaml.safe_dump(eval_result_entries_to_yaml(of_dataset), sort_keys=False), encoding="utf-8")
+        with written_whole(path) as file:
+            file.write_text(yaml.safe_dump(eval_result_entries_to_yaml(of_dataset), sort_keys=False), encoding="utf-8")
 
 
 def _defined(evaluation: Evaluation) -> list[tuple[str, Metric, float]]:
@@ -194,4 +196,5 @@ def write_publication(facts: TrainingFacts, folder: str | Path, state: TrainerSt
     write_eval_results(facts, folder)
     shown = {"curves": CURVES_FILE, "pictures": PICTURES_FILE}
     there = {what: file for what, file in shown.items() if Path(folder, file).is_file()}
-    model_card(facts, **there).save(Path(folder, "README.md"))
+    with written_whole(Path(folder, "README.md")) as file:  # like the others: a push may read them meanwhile
+        model_card(facts, **there).save(file)

@@ -23,6 +23,7 @@ from ..data import ImageTextDataset, ImageTextStream, ZeroShotDataset, transpare
 from ..data.replay import Replayed
 from ..evaluation.metrics import score_if_measured
 from ..files.text import Url, code, counted, describe_cause, joined, without_secrets
+from ..files.whole import written_whole
 from ..optim.groups import words_of_groups
 from ..options.declaring import WITHOUT_WARM_UP, spelled, values_of_card
 from ..quality.averages import Averaged, Measured
@@ -161,7 +162,8 @@ class TrainingFacts:
     def save(self, folder: str | Path) -> None:
         """Writes the facts into the folder, as `FACTS_FILE`."""
         text = json.dumps(asdict(self), indent=2, ensure_ascii=False, allow_nan=False)
-        Path(folder, FACTS_FILE).write_text(text + "\n", encoding="utf-8")
+        with written_whole(Path(folder, FACTS_FILE)) as file:
+            file.write_text(text + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, folder: str | Path) -> TrainingFacts:

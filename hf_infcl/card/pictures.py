@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from ..data import ImageTextDataset, ZeroShotDataset
 from ..evaluation.metrics import CEILING, FRACTION, HIGH, LOSS, LOW, METRICS, metric_named
+from ..files.whole import written_whole
 from ..quality.ledger import letters_of, lines_of, resized
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> N
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0)
     axes[-1].set_xlabel("optimizer step")
-    figure.savefig(path)
+    with written_whole(Path(path)) as file:
+        figure.savefig(file)
 
 
 def _axis_and_label(key: str, entry: Mapping[str, Any]) -> tuple[str, str]:
@@ -172,7 +174,8 @@ class PicturesCallback(TrainerCallback):
         path = Path(str(args.output_dir), PICTURES_FILE)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            picture.save(path)
+            with written_whole(path) as file:
+                picture.save(file)
         except OSError as error:
             logger.error(f"The picture of step {state.global_step} could not be written to {path}: {error}")
             return
