@@ -3,12 +3,10 @@
 from pathlib import Path
 
 from jinja2 import Template
-from torch._dynamo import guards
 
 from hf_infcl.card import cards
 
 from .processes import leave_out_of_collections
 
 Template(Path(cards.__file__).with_name("template.jinja").read_text(encoding="utf-8"))  # is compiled once
-guards.profile_guard_manager = lambda *of_graph: 0.0  # empties the caches of the processor to time what it only logs
 leave_out_of_collections()  # accelerate collects garbage in every training

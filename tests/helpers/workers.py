@@ -13,8 +13,9 @@ from unittest import mock
 PRELOADED = [
     "helpers.interpreted",  # the first, for Triton reads what it sets
     *("helpers.demo", "helpers.evaluation", "helpers.parity", "helpers.trainers", "torch.distributed.run"),
-    *("setuptools", "torch._dynamo.backends.common"),  # of compiled models
-    *("hypothesis.strategies", "scipy.stats"),  # of the tests themselves
+    *("setuptools", "torch._dynamo.backends.common", "torch._inductor.pattern_matcher"),  # of compiled models
+    *("torch._inductor.debug", "torch.distributed.tensor.experimental._func_map"),  # of these as well
+    *("evaluate", "hypothesis.strategies", "matplotlib.figure", "scipy.stats", "sentence_transformers"),  # of the tests
     "helpers.frozen",  # the last, for it acts on what has been imported
 ]
 
