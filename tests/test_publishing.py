@@ -810,7 +810,7 @@ def test_names_of_curves_hide_none_and_the_best_weights_evaluation_is_no_point_o
 
 def test_axes_show_the_range_of_their_values(tmp_path, monkeypatch):
     drawn: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure) or path.touch())
     bounds = {"eval_a_acc1_low": 0.3, "eval_a_acc1_high": 0.5}
     history = [{"step": 1, "loss": 4.0}, {"step": 2, "loss": 4.5}, {"step": 2, "eval_a_acc1": 0.4, **bounds}]
     plot_curves(history, tmp_path / "curves.png")
