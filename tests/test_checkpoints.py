@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import resource
+import runpy
 import shutil
 import signal
 import stat
@@ -31,7 +32,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_infcl import InfCLTrainer
 from hf_infcl.options.record import RunRecord
-from hf_infcl.processes import lock
+from hf_infcl.processes import launcher, lock
 from hf_infcl.processes.lock import LOCK_NAME, locked
 from hf_infcl.processes.signals import SIGNALS, Preempted, Preemption
 from hf_infcl.trainer import checkpoints
@@ -718,6 +719,11 @@ def test_a_launcher_that_has_gone_counts_as_a_signal(monkeypatch):
     assert preemption.signal == 0
     monkeypatch.setattr(os, "getppid", lambda: 1)
     assert preemption.signal == signal.SIGTERM
+
+
+def test_a_system_that_does_not_fork_has_a_launcher_as_well(monkeypatch):
+    monkeypatch.delattr(os, "register_at_fork")  # as on Windows, where `contrastive_loss` is used
+    assert not runpy.run_path(str(launcher.__file__))["has_gone"]()
 
 
 @pytest.mark.parametrize("inherited", [False, True])

@@ -28,7 +28,8 @@ def _note() -> None:
     _inherited = _variables(_parent)
 
 
-os.register_at_fork(after_in_child=_note)
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=_note)
 
 
 def is_launched() -> bool:
