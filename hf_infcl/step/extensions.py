@@ -111,7 +111,7 @@ class StepObserver(Extension):
     def after_backward(self, index: int, scale: float) -> None:
         """Called after the backward of each micro-batch; the gradients are multiplied by ``scale`` (that of fp16).
 
-        A window whose loss or gradient is not finite is no exception: it is skipped or refused after all of them.
+        It is called in every window, also in one that is then skipped or refused because it is not finite.
         """
 
     def end_window(self, window: Window, scale: float) -> None:

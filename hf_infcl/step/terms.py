@@ -315,7 +315,8 @@ def loss_of_window(
     for one in (*cut, features):
         given = (feature.bfloat16() if in_bf16 else feature for feature in one)
         images, texts = (f if places is None else f[places] for f, places in zip(given, rows, strict=True))
-        # Also if this process has no negative caption, because another process may have some.
-        apart, texts = texts.tensor_split([negatives]) if negatives else (texts[:0], texts)
+        apart = texts[:0]  # also if this process has no negative caption, because another process may have some
+        if negatives:
+            apart, texts = texts.tensor_split([negatives])
         losses.append(contrastive_loss(images, texts, logit_scale, logit_bias, negative_texts=apart, **how))
     return torch.stack(losses).mean() if cut else losses[0]

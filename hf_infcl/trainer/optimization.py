@@ -36,7 +36,7 @@ class Optimization:
         # Whether Trainer created them from the arguments. Otherwise they were passed.
         self.creates_optimizer = self.creates_scheduler = False
         self.table_of_groups = ""  # of the optimizer that was created; see `table_of_groups` of `hf_infcl.optim`
-        self._described: dict[object, dict[str, Any]] = {}  # both, and their options before their first step
+        self._described: dict[object, dict[str, Any]] = {}  # the options of each of both, before its first step
 
     def optimizer(self, trainer: Any, create: Callable[[], Optimizer]) -> Optimizer:
         """The optimizer that was passed, or Trainer's (``create``) or Muon with the learning rates of the options.
@@ -83,15 +83,16 @@ class Optimization:
         args, optimizer, schedule = self._args, trainer.optimizer, trainer.lr_scheduler
         if not self.creates_optimizer and (names := options_of_own_optimizer(args)):
             raise ValueError(
-                f"{', '.join(names)} apply only to the optimizer of InfCLTrainer.create_optimizer, which an override "
-                "does not call. Call super().create_optimizer() there, or leave these options out."
+                f"{', '.join(names)} apply only to an optimizer that InfCLTrainer.create_optimizer makes, but an "
+                "override has made another. Call super().create_optimizer() there without setting self.optimizer "
+                "before, or leave these options out."
             )
         self.creates_scheduler = self.creates_scheduler or schedule is None
         with errors_of_options(args, "lr_scheduler_type", "lr_scheduler_kwargs", "schedule"):
             schedule = make()
         of_both = {getattr(optimizer, "optimizer", optimizer): options_of_optimizer, schedule: options_of_schedule}
-        known = self._described  # in which an earlier training may have progressed since
-        self._described = {one: known.get(one) or options_of(one) for one, options_of in of_both.items()}
+        # What is known already was described before an earlier training, which has progressed in it.
+        self._described = {one: self._described.get(one) or options_of(one) for one, options_of in of_both.items()}
         return schedule
 
     @property

@@ -391,14 +391,14 @@ class InfCLTrainer(Trainer):
         )
         save, best_before = partial(super()._save_checkpoint, model, trial), state.best_model_checkpoint
         write = partial(model_files.write_checkpoint, self, save, checkpoint)
-        local = {"completes": args.should_save, "flushes": args.local_process_index == 0}
+        completes, flushes, sharded = args.should_save, args.local_process_index == 0, self.accelerator.is_fsdp2
         with patch.object(self, "_partial_dir", str(checkpoint.partial_dir)):
-            saved = checkpoint.save(record, write, **local, ends_on_failure=self.accelerator.is_fsdp2)
+            saved = checkpoint.save(record, write, completes=completes, flushes=flushes, ends_on_failure=sharded)
         if not saved:
             state.best_model_checkpoint = best_before
             return
         self.saved_step, folder = state.global_step, checkpoint.folder
-        if args.should_save:
+        if completes:
             best = Path(state.best_model_checkpoint or folder)
             rotate(folder.parent, args.save_total_limit, [folder, best, *self._pushes.uploading().values()])
         self._pushes.copy_checkpoint(folder)
