@@ -316,9 +316,7 @@ class Preemption:
     @property
     def signal(self) -> int:
         """The number of the signal that was noted, or 0."""
-        if not self._noted and launcher.has_gone():
-            return signal.SIGTERM
-        return self._noted
+        return self._noted or (signal.SIGTERM if launcher.has_gone() else 0)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self._noted:
