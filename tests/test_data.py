@@ -525,6 +525,12 @@ class TestPairIds:
         assert caption_pair_id("a photo of a cat") == 7822443840191189839
         assert -(2**63) <= caption_pair_id("") < 2**63
 
+    def test_the_fingerprint_of_ids_and_negatives_is_fixed(self):
+        """A checkpoint holds it, and is resumed by later releases."""
+        rows = captioned(["a", "b"], swapped=["c", "d"], id=[1, 2])
+        dataset = ImageTextDataset(rows, negative_caption_column="swapped", pair_id_column="id")
+        assert dataset.content_fingerprint() == "e24ecf606165459f"
+
     @pytest.mark.parametrize(
         "same",
         ["a  PHOTO of\na Café in a STRASSE ", "a photo of a cafe\u0301 in a straße", "ａ photo of a café in a straße"],

@@ -106,11 +106,13 @@ def make_source(
     shards = find_shards(spec.path, split=split)
     reader = reader_of(shards)
     features = reader.features(shards, images)
-    if reader is TarReader:  # to which "image" is a file of any of these extensions, and "caption" also finds the text
-        means = {**dict.fromkeys(IMAGE_EXTENSIONS, "image"), "txt": "caption"}
-        features = {**{means[name]: features[name] for name in features if name in means}, **features}
-    found = _found_columns(features, {"image_column": images, "caption_column": captions}, named)
-    return ShardSource(ImageTextStream(spec.path, split=split, **found | {"on_bad_sample": data.on_bad_sample}))
+    if reader is TarReader:
+        # It finds a file of any of these extensions as "image" too, and a .txt as "caption".
+        found_as = {**dict.fromkeys(IMAGE_EXTENSIONS, "image"), "txt": "caption"}
+        features = {**{found_as.get(name, name): one for name, one in features.items()}, **features}
+    options = _found_columns(features, {"image_column": images, "caption_column": captions}, named)
+    options["on_bad_sample"] = data.on_bad_sample
+    return ShardSource(ImageTextStream(spec.path, split=split, **options))
 
 
 def table_source(
@@ -198,7 +200,8 @@ def score_pairs(
             pairs["picture"] = None
             parts.append(pairs)
     processes.agree([])  # raises what another process has announced
-    of_ranks, lowest_of_ranks = zip(*processes.gather_objects((np.concatenate(parts), lowest)), strict=True)
+    gathered = processes.gather_objects((np.concatenate(parts), lowest))
+    of_ranks, lowest_of_ranks = zip(*gathered, strict=True)
     every = np.concatenate(of_ranks)
     pairs = every[~every["alone"]]
     if wrong := int((~np.isfinite(pairs["score"])).sum()):

@@ -211,7 +211,7 @@ class TrainingLoader(DataLoader[Any]):
         self._lasting, self._fetched = None, []
 
     def progress(self) -> dict[str, float]:
-        """This process's consumption since the run began, and the samples per second that its workers can prepare.
+        """The `counts` since the run began, and the samples per second that this process's workers can prepare.
 
         The rate is measured since the last call, from the seconds that the workers spent on each batch.
         """

@@ -84,7 +84,7 @@ class PairSource:
                 f"caption_column and negative_caption_column are both {columns.caption!r}, so every caption would be a "
                 "negative of its own image. Name another column, or leave negative_caption_column out."
             )
-        self.image_column, self.caption_column, self.pair_id_column, self.negative_caption_column = columns
+        self.image_column, self.caption_column, self.negative_caption_column, self.pair_id_column = columns
         self.captions_per_image, self.seed, self.on_bad_sample = captions_per_image, seed, on_bad_sample
         self.augmentation, self.min_side = augmentation, min_side
 
@@ -258,7 +258,7 @@ class ImageTextDataset(PairSource, ImageDataset):
             }
             if wrong := [what for what, is_set in not_of_evaluations.items() if is_set]:
                 raise ValueError(f"An evaluation (all_captions=True) {wrong[0]}. Leave it out, or drop the bad rows.")
-        columns = Columns(image_column, caption_column, pair_id_column, negative_caption_column)
+        columns = Columns(image_column, caption_column, negative_caption_column, pair_id_column)
         self._keep(columns, captions_per_image, seed, on_bad_sample, augmentation, min_side)
         super().__init__(dataset, {f"{kind}_column": column for kind, column in columns._asdict().items()})
         if is_string(dataset.features[caption_column]):

@@ -116,7 +116,7 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
         augmentation: Augmentation = "none",
         min_side: int | None = None,
     ) -> None:
-        columns = Columns(image_column, caption_column, pair_id_column, negative_caption_column)
+        columns = Columns(image_column, caption_column, negative_caption_column, pair_id_column)
         self._keep(columns, captions_per_image, seed, on_bad_sample, augmentation, min_side)
         self.shuffle_buffer, self.open_shards, self.lanes = shuffle_buffer, open_shards, lanes
         self.samples_per_epoch = samples_per_epoch

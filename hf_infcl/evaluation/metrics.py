@@ -62,7 +62,7 @@ class LabelScores(NamedTuple):
     labels: Tensor  # [N, C] bool, whether the image is of the class
 
 
-Found = PairRanks | ClassRanks | LabelScores | Hits  # what is measured on a set, by its kind; `Hits` of choices
+Found = PairRanks | ClassRanks | LabelScores | Hits  # what is measured on a set of each kind; of choices, `Hits`
 
 
 @dataclass(frozen=True)

@@ -198,9 +198,9 @@ class _DataSet:
             if not all(differences(stored.record["data"], whole, self._kinds) for stored in opened):
                 self._described = whole
         self.stored = next((stored for stored in opened if not self.difference(stored)), None)
-        embedded = {} if self.stored is None else self.stored.record["data"].get("shards", {})
-        shards = self._described.get("shards", {})
-        self.changed = tuple(f"{name}/" for name, tag in embedded.items() if shards.get(name, tag) != tag)
+        recorded = {} if self.stored is None else self.stored.record["data"]
+        self._shards, self._embedded = self._described.get("shards", {}), recorded.get("shards", {})
+        self.changed = tuple(f"{name}/" for name, tag in self._embedded.items() if self._shards.get(name, tag) != tag)
 
     def difference(self, stored: StoredEmbeddings) -> str:
         """How this set differs from the one that was embedded; empty if it does not, or has some of its shards."""
@@ -215,9 +215,7 @@ class _DataSet:
                 without = _rows_without_captions(self.part, stores["texts"]) if "texts" in self._kinds else 0
                 missing = max(without, rows - len(stores["images"])) if "images" in stores else without
         else:
-            shards = self._described["shards"].items()
-            embedded = {} if self.stored is None else self.stored.record["data"]["shards"]
-            every, missing = counted(len(shards), "shard"), len(shards - embedded.items())
+            every, missing = counted(len(self._shards), "shard"), len(self._shards.items() - self._embedded.items())
         return f"{missing:,} of the {every} of {self.part.name}" if missing else ""
 
 

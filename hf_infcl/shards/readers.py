@@ -36,8 +36,8 @@ class Columns(NamedTuple):
 
     image: str | None
     caption: str | None
-    pair_id: str | None = None
     negative_caption: str | None = None
+    pair_id: str | None = None
 
     def texts(self) -> Iterator[tuple[str, str, str]]:
         """The options that name columns which hold texts or ids alone, what each holds, and the column."""
@@ -51,7 +51,7 @@ class Columns(NamedTuple):
 
 
 def is_value(feature: object, *dtypes: str) -> bool:
-    """Whether a feature of `datasets` is a plain value, or an Image, of one of the dtypes."""
+    """Whether a feature of `datasets` has one of the dtypes, as a plain value or an Image has."""
     return getattr(feature, "dtype", None) in dtypes
 
 
@@ -61,7 +61,7 @@ def holds_images(feature: object) -> bool:
         kinds = {"bytes": ("binary", "large_binary", "null"), "path": ("string", "large_string", "null")}
         fields = [name for name in kinds if name in feature]
         return bool(fields) and all(is_value(feature[name], *kinds[name]) for name in fields)
-    # The first one is that of the feature Image.
+    # The first dtype is that of the feature Image.
     return is_value(feature, "PIL.Image.Image", "string", "large_string", "binary", "large_binary")
 
 
