@@ -462,10 +462,16 @@ def test_what_a_push_may_read_meanwhile_is_replaced_whole(tmp_path, monkeypatch)
     publish()
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert {"README.md", "curves.png", "training_record.json", "someone_pairs.yaml"} <= {path.name for path in before}
-    monkeypatch.setattr("os.replace", lambda partial, path: None)
-    written, state = facts(start="another"), TrainerState(log_history=[{"loss": 2.0, "step": 1}])
+    replaced: list[Any] = []
+    monkeypatch.setattr("os.replace", lambda partial, path: replaced.append(partial.relative_to(tmp_path)))
+    changed = dataclasses.replace(RETRIEVAL, metrics={"text_retrieval_recall@1": 0.125})
+    written = facts(start="another", evaluations=[changed])
+    state = TrainerState(log_history=[{"loss": 2.0, "step": 1}])
     publish()
     assert {path: path.read_bytes() for path in before} == before
+    assert len(replaced) == 4, "the record, the curves, the results and the card"
+    assert all(str(path).startswith("_") for path in replaced), "which a push of the folder leaves out"
+    assert {path for path in tmp_path.rglob("*") if path.is_file()} == before.keys(), "nothing is left of an error"
 
 
 DESCRIBED: dict[str, Any] = {

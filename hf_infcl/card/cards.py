@@ -92,7 +92,7 @@ def write_eval_results(facts: TrainingFacts, folder: str | Path) -> None:
     for dataset, of_dataset in entries.items():
         path = Path(folder, ".eval_results", dataset.replace("/", "_") + ".yaml")
         path.parent.mkdir(exist_ok=True)
-        with written_whole(path) as file:
+        with written_whole(path, folder) as file:
             file.write_text(yaml.safe_dump(eval_result_entries_to_yaml(of_dataset), sort_keys=False), encoding="utf-8")
 
 
@@ -194,7 +194,6 @@ def write_publication(facts: TrainingFacts, folder: str | Path, state: TrainerSt
     if importlib.util.find_spec("matplotlib") is not None and any("loss" in entry for entry in state.log_history):
         plot_curves(state.log_history, Path(folder, CURVES_FILE))
     write_eval_results(facts, folder)
-    shown = {"curves": CURVES_FILE, "pictures": PICTURES_FILE}
-    there = {what: file for what, file in shown.items() if Path(folder, file).is_file()}
+    curves, pictures = (name if Path(folder, name).is_file() else None for name in (CURVES_FILE, PICTURES_FILE))
     with written_whole(Path(folder, "README.md")) as file:  # like the others: a push may read them meanwhile
-        model_card(facts, **there).save(file)
+        model_card(facts, curves=curves, pictures=pictures).save(file)

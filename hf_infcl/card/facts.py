@@ -411,15 +411,16 @@ def _measured(evaluations: Sequence[Evaluation], state: TrainerState, best: bool
     If an evaluation has not yet measured the present weights, its metrics are those of the last one, with its step.
     If a guard set and another set are alike, only the guard set is returned.
     """
-    end = next(number for number, entry in enumerate(state.log_history) if _END in entry) if best else -1
-    steps = 0, state.best_global_step
-    log = [entry for number, entry in enumerate(state.log_history) if number > end or entry["step"] in steps]
+    log = state.log_history
+    if best:  # what was measured at the other steps is of other weights, until the best ones are loaded
+        end = next(number for number, entry in enumerate(log) if _END in entry)
+        log = [entry for entry in log[:end] if entry["step"] in (0, state.best_global_step)] + log[end:]
     prefixes = [f"eval_{one.key}_" for one in evaluations]
     measured = []
     for one, prefix in zip(evaluations, prefixes, strict=True):
         # Some names of sets begin with the name of another set: voc2007 and voc2007_multilabel.
         longer = tuple(other for other in prefixes if other.startswith(prefix) and other != prefix)
-        results: dict[int, dict[str, float]] = {}  # by their step, the last ones at the end
+        results: dict[int, dict[str, float]] = {}  # by their steps, which only grow
         for entry in log:
             names = [name for name in entry if name.startswith(prefix) and not name.startswith(longer)]
             if names:

@@ -101,8 +101,8 @@ class ProgressPrinter(TrainerCallback):
         is_again = any(self._told.get(name) == state.global_step for name in sets)  # the best ones, or an average
         brief = 0 < state.global_step < state.max_steps and not is_again
         parts = [name for of_kind in SCORES.values() for name in of_kind if len(of_kind) == 1 or not brief]
-        deciding = (args.metric_for_best_model or "").removeprefix("eval_")
-        rows = [row for row in rows if row[1] in ("loss", MEAN, *parts) or f"{row[0]}_{row[1]}" == deciding]
+        told, deciding = ("loss", MEAN, *parts), (args.metric_for_best_model or "").removeprefix("eval_")
+        rows = [row for row in rows if row[1] in told or f"{row[0]}_{row[1]}" == deciding]
         lines = table_lines(rows, names)
         if state.global_step in self._told.values() and not is_again:
             lines = lines[1:]
@@ -124,8 +124,8 @@ def make_rows(
 ) -> list[tuple[str, ...]]:
     """The rows of a table under `HEAD`: a set, a metric, its value and interval, its value before and the change.
 
-    Shares are in per cent. The change of a score has its paired interval. The metrics of an evaluation with their
-    bounds, and those of that ``before`` the training, are named ``eval_{set}_{metric}``.
+    Shares are in per cent. The change of a score has its paired interval. An evaluation and the one ``before`` the
+    training name their metrics, and the bounds of these, ``eval_{set}_{metric}``.
     """
     rows: list[tuple[str, ...]] = []
     for name in names:

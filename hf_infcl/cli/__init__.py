@@ -30,8 +30,8 @@ def main(command: str | None = None, words: Sequence[str] | None = None) -> None
     """
     try:
         try:
-            words = sys.argv[1:] if words is None else words
-            _run([*words] if command is None else [command, *words])
+            words = list(sys.argv[1:] if words is None else words)
+            _run(words if command is None else [command, *words])
         except SystemExit:
             sys.stdout.flush()  # an error within Python's clean-up at exit would be printed
             raise

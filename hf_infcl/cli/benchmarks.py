@@ -91,7 +91,6 @@ def benchmark_key(name: str) -> str:
     return re.sub(r"\W+", "_", name.replace("+", "_plus"))
 
 
-OWNER = "clip-benchmark"
 _DIGITS = 18  # of a number in a file that anyone may have written
 OF_XM3600 = "floschne/xm3600"
 
@@ -202,7 +201,7 @@ def _shards(name: str, folder: str | None) -> Opened:
     ``dataset_type.txt`` names the kind, which is "classification" without this file.
     """
     is_known = name in BENCHMARKS
-    repository = name if "/" in name and not is_known else f"{OWNER}/{folder_name(name)}"
+    repository = name if "/" in name and not is_known else f"clip-benchmark/{folder_name(name)}"
     local, found, revision = _copy(repository, folder, folder_name(name), ["*.txt", "test/*"])
     on_hub = is_known or folder is None
     files = Files(name, repository if on_hub else name, on_hub, local, revision)

@@ -124,7 +124,6 @@ def train(parser: Parser, namespace: argparse.Namespace) -> None:
         tell(trainer, f"The model, its card and its results in {args.output_dir} stay unchanged.")
         leave(trainer)
         return
-    merge = lora.lora_merge
     with full_disk_explained(Path(args.output_dir)):
         averaged = save_results(trainer, trained.metrics, average, model_options.model)
         by_width = facts.scores_by_width(trainer, eval_datasets)
@@ -132,13 +131,13 @@ def train(parser: Parser, namespace: argparse.Namespace) -> None:
         if "open_clip" in args.save_formats and trainer.is_world_process_zero():
             print(compared := compare_formats(str(args.output_dir)))
             describe.keywords["settings"]["saved formats"] = f"transformers and OpenCLIP. {compared}"
-        facts_of_run = describe(adapter=adapted and not merge, average=averaged, scores_by_width=by_width)
-        if merge and trainer.is_world_process_zero():
+        facts_of_run = describe(adapter=adapted and not lora.lora_merge, average=averaged, scores_by_width=by_width)
+        if lora.lora_merge and trainer.is_world_process_zero():
             merge_into_start(model_options, args)
         CardCallback(lambda: facts_of_run).write(args, trainer.state)  # save_model puts peft's card in its place
     if args.push_to_hub:
         with mistakes_in_one_line(parser.prog, of_libraries=True):
-            trainer.push_folder(delete=ADAPTER_FILES if merge else ())
+            trainer.push_folder(delete=ADAPTER_FILES if lora.lora_merge else ())
     if trainer.is_world_process_zero():
         folder = str(args.output_dir)
         print(*lines_of_changes(facts_of_run), *of_ledger, sep="\n")

@@ -21,14 +21,18 @@ def check_pulled(file: str | Path) -> None:
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """A path to write a file to, which then gets its name: it is there completely or not at all.
+def written_whole(path: Path, folder: str | Path | None = None) -> Iterator[Path]:
+    """A path to write a file to, which then gets its name: it is there completely or not at all, even after an error.
 
-    Like all that begins with an underscore, it is not pushed if the process ends before.
+    Until then it lies beside the file, or in another ``folder`` of the disk. A push of the folder in which it lies
+    leaves it out, as all there that begins with an underscore.
     """
-    partial = path.with_name(f"_{os.getpid()}.{path.name}")
-    yield partial
-    os.replace(partial, path)
+    partial = Path(folder or path.parent, f"_{os.getpid()}.{path.name}")
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)  # after an error it would take room on a disk that may be full
 
 
 def describe(path: Path) -> dict[str, int]:

@@ -32,8 +32,8 @@ def run_benchmark(module: Any, words: Sequence[str]) -> None:
     name = module.__name__.rpartition(".")[2]
     how: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter, "conflict_handler": "resolve"}
     parser = argparse.ArgumentParser(prog=f"benchmark.py {name}", description=module.__doc__, **how)
-    table = RESULTS / f"{name}.csv"
-    parser.add_argument("--output", type=Path, default=table, help="appended to; the plot, if there is one, beside it")
+    beside = "; plot beside it" if hasattr(module, "plot") else ""
+    parser.add_argument("--output", type=Path, default=RESULTS / f"{name}.csv", help=f"appended to{beside}")
     module.add_arguments(parser)  # `tables` has an --output of its own
     args = parser.parse_args(words)
     row = None
