@@ -60,7 +60,7 @@ class BadSampleError(ValueError):
 class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
     """Rows of a `datasets.Dataset` whose images are decoded one by one, so that a bad file harms no other row.
 
-    ``columns`` are by the options that name them, such as "image_column"; None for one that is not needed.
+    ``columns`` are by the options that name them, such as "image_column"; one that is not needed is None.
     """
 
     _or_skip = ""  # how to do without a bad row
@@ -201,7 +201,7 @@ def _metadata_above(dataset: datasets.Dataset) -> str:
     """A sentence if captions lie above the folder of a split, such as ``train``, where they are not read."""
     import datasets
 
-    if "image" not in dataset.column_names or not len(dataset):
+    if "image" not in dataset.column_names:
         return ""
     image = dataset.with_format(None).select_columns("image").cast_column("image", datasets.Image(decode=False))[0]
     path = Path((image["image"] or {}).get("path") or "")

@@ -183,7 +183,7 @@ class Store:
 
     @property
     def first_part(self) -> np.ndarray:
-        """The part of the row that is first in the index, of the width D and the dtype of all; [0, 0] without rows."""
+        """The part with the first row of the index, whose width D and dtype all parts have; [0, 0] without rows."""
         return self._part(int(self._index[1, 0]) >> 32) if len(self) else np.empty((0, 0), np.float32)
 
     def missing(self, keys: Sequence[str]) -> np.ndarray:

@@ -380,7 +380,7 @@ class MicroBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         return None
 
     def counts(self) -> dict[str, int]:
-        """Counts since the run began, to be summed over the processes: ``samples``, all of which rank 0 counts."""
+        """Counts since the run began, to be summed over the processes; rank 0 counts the ``samples`` of all of them."""
         return {"samples": self.position * self._share.of_batch if self._rank == 0 else 0}
 
     def rows_at(self, places: Sequence[tuple[int, int]]) -> list[int]:
@@ -481,7 +481,7 @@ class StreamBatches(MicroBatches):
         }
 
     def counts(self) -> dict[str, int]:
-        """Also the samples ``skipped`` and the ``shards`` opened by this process."""
+        """Also counts the samples ``skipped`` and the ``shards`` opened by this process."""
         cursors = self._cursors.values()
         return {
             **super().counts(),

@@ -108,7 +108,7 @@ def choice_hits(chosen: Hits) -> Hits:
 
 
 def of_one_query(right: Tensor) -> Hits:
-    """The hits of images of which each is one query, from whether it is answered right, [N] bool."""
+    """The hits of N images, each of which is one query; ``right`` [N] bool says whether it was answered right."""
     return Hits(right, torch.ones(len(right), dtype=torch.int64))
 
 
