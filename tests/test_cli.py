@@ -996,13 +996,14 @@ sys.modules["torch"] = None  # importing it raises ImportError
 from hf_infcl.cli import main
 for words in (["train", "--help"], ["evaluate", "--help", "all"], ["train", "--modle", "m"],
               ["train", "--model", "m", "--dataset", "d", "--max_steps", "many"], ["card", "--help"],
-              ["average", "--help"], ["convert", "--help"]):
+              ["average", "--help"], ["convert", "--help"], ["trian"]):
     with contextlib.suppress(SystemExit):
         main(words=words)
 """
     output = run("-c", code)
     assert "There is no option --modle. Did you mean --model?" in output
     assert "invalid int value: 'many'" in output
+    assert "argument COMMAND: invalid choice: 'trian' (choose from" in output
 
 
 def fields_of(options: Any) -> list[dict[str, Any]]:

@@ -120,8 +120,9 @@ class Parser(HfArgumentParser):
 
     Attributes:
         reads: dataclasses of options; those of the training follow them.
-        shown: the options of the training that ``--help`` lists beside those of the dataclasses, or by their headings
-            all that it lists; ``--help all`` lists every one. Empty for a command without options of a training.
+        shown: the names of the options of the training that ``--help`` lists beside those of the dataclasses, or by
+            their headings those of all that it lists; ``--help all`` lists every one. Empty for a command without
+            options of a training.
         positionals: the words before the options, which the docstring describes.
         optional: which of these, and of the required options of the dataclasses, the command can do without.
         typed, given: the names of the options on the command line, and of those there or in a file; known after `read`.

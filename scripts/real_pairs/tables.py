@@ -110,7 +110,7 @@ class Configuration:
         return Setting.of(self.ended[0])
 
     @property
-    def optimizer(self) -> str:
+    def optimizer_name(self) -> str:
         return OPTIMIZERS[self.setting.optimizer]
 
     @property
@@ -277,7 +277,7 @@ def rates(rows: list[Row]) -> str:
 
 def fixed_steps(rows: list[Row]) -> str:
     body = [
-        [f"{steps:,}", label(c.setting), c.optimizer, f"{c.steps * c.batch:,}", *c.cells()]
+        [f"{steps:,}", label(c.setting), c.optimizer_name, f"{c.steps * c.batch:,}", *c.cells()]
         for steps in FIXED_STEPS
         for optimizer in OPTIMIZERS
         for c in at_fixed_steps(rows, steps, optimizer=optimizer)
@@ -287,7 +287,7 @@ def fixed_steps(rows: list[Row]) -> str:
 
 def steps_and_batch(rows: list[Row], figure: str) -> str:
     """The figure of one loss over the batch: a line for each number of steps, a column for each batch."""
-    found = {(c.optimizer, c.steps, c.batch): c for c in of_batches(rows, method="InfCLTrainer")}
+    found = {(c.optimizer_name, c.steps, c.batch): c for c in of_batches(rows, method="InfCLTrainer")}
     batches = sorted({batch for _, _, batch in found})
     body = []
     for name, steps in sorted({(name, steps) for name, steps, _ in found}):
@@ -298,9 +298,9 @@ def steps_and_batch(rows: list[Row], figure: str) -> str:
 
 def directions(rows: list[Row]) -> str:
     """Images found by captions and captions by images, of the trainings that differ in the batch."""
-    in_order = sorted(of_batches(rows), key=lambda c: (c.optimizer, c.setting.samples))
+    in_order = sorted(of_batches(rows), key=lambda c: (c.optimizer_name, c.setting.samples))
     body = [
-        [label(c.setting), c.optimizer, f"{c.steps:,}", f"{c.steps * c.batch:,}", *c.cells(*DIRECTIONS)]
+        [label(c.setting), c.optimizer_name, f"{c.steps:,}", f"{c.steps * c.batch:,}", *c.cells(*DIRECTIONS)]
         for c in in_order
     ]
     return markdown(["", "optimizer", "steps", "samples", *COLUMNS, *DIRECTIONS], body)
@@ -312,7 +312,7 @@ def optimizers(rows: list[Row]) -> str:
         return ""
     body = []
     for samples in FIXED_SAMPLES:
-        found = {(c.batch, c.optimizer): c for c in of_batches(rows, samples=samples, method="InfCLTrainer")}
+        found = {(c.batch, c.optimizer_name): c for c in of_batches(rows, samples=samples, method="InfCLTrainer")}
         for batch in sorted({batch for batch, _ in found}):
             line = [f"{samples:,}", f"{batch:,}", f"{samples // batch:,}"]
             for name in OPTIMIZERS.values():
@@ -379,7 +379,7 @@ def losses_of_optimizers(rows: list[Row]) -> str:
         for c in found:
             if (c.setting.method, c.setting.objective) in wanted:
                 of_run = [f"{label(c.setting)}, {c.setting.objective}", f"{c.steps:,}", f"{samples:,.0f}"]
-                body.append([*of_run, c.optimizer, *c.cells(STYLE, CONCEPTS)])
+                body.append([*of_run, c.optimizer_name, *c.cells(STYLE, CONCEPTS)])
     return markdown(["", "steps", "samples", "optimizer", *COLUMNS, STYLE, CONCEPTS], body)
 
 
