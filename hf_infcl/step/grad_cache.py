@@ -267,8 +267,7 @@ class CachedWindow(Generic[MicroBatchT]):
 
     def encode(self) -> Features:
         """The first pass. Returns the features of the whole window, each [all rows, ...], detached."""
-        count = len(self._micro_batches)
-        cached: list[Features] = [()] * count
+        cached: list[Features] = [()] * len(self._micro_batches)
         unchanged = [(b, b._version, b.clone()) for b in self._buffers] if self._recomputed else []
         for index in self._recomputed:
             with torch.set_grad_enabled(self._keep_grad_mode):

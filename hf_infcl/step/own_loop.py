@@ -419,8 +419,7 @@ class ExactContrastiveLoss(nn.Module):
                 for name, value in features.items()
             }
             if start and not counts_mask:
-                positions = torch.arange(start, stop, device=mask.device)
-                inputs["position_ids"] = positions.expand(len(chosen), -1)
+                inputs["position_ids"] = torch.arange(start, stop, device=mask.device).expand(len(chosen), -1)
             yield column * rows + chosen, inputs
 
 
