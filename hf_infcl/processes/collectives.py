@@ -196,10 +196,7 @@ class Arriving:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.to("cpu", non_blocking=True)
-        self._arrived: Any = None
-        if tensor.is_cuda:
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
+        self._arrived = torch.cuda.current_stream().record_event() if tensor.is_cuda else None
 
     def tolist(self) -> list[Any]:
         """The numbers, once they have arrived."""

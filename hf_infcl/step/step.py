@@ -231,9 +231,7 @@ class WindowStep:
         """A moment of the device, which on a GPU may be later than on the host."""
         if self.context.args.device.type != "cuda":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
 
     def seconds_of_first_pass(self) -> float:
         """How long this process computed in the last step before it needed others; 0 under FSDP, which always does."""
