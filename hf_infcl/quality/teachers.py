@@ -250,8 +250,7 @@ def make_teachers(context: Context, *, remakes_model: bool) -> tuple[TeacherDist
         return ()
     if context.data is None:
         return ()
-    stored = args.teacher_embeddings
-    folders: Any = [stored] if stored else embedded_by(str(args.teacher), context)
+    folders: Any = [args.teacher_embeddings] if args.teacher_embeddings else embedded_by(str(args.teacher), context)
     teacher = StoredTeacher(folders, [context.data], args)
     term = TeacherDistance(teacher, args.teacher_weight, context.encoder.width(), args.seed, args.device)
     if term.parameters() and context.accelerator.is_fsdp2:
