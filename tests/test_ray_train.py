@@ -15,7 +15,7 @@ from helpers.demo import SCRIPTS, copy_rows
 from helpers.guides import ROOT
 
 PACKAGES = Path(sys.prefix) / "ray"  # see tests/ray.txt
-STEPS, FIRST_SAVE, LIMIT = 120, 10, 300
+STEPS, FIRST_SAVE, LIMIT = 40, 10, 300
 
 
 def workers(launcher: psutil.Process) -> list[psutil.Process]:
