@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers.demo import mistake
@@ -13,6 +14,7 @@ from huggingface_hub import constants
 from hf_infcl.cli.benchmarks import benchmark_sets
 from hf_infcl.data import ImageTextStream, load_pairs
 from hf_infcl.data.tables import Table
+from hf_infcl.files import hub
 from hf_infcl.files.hub import _answers, asks_hub_once, stated_licence
 from hf_infcl.models import open_clip as models
 from hf_infcl.models.open_clip import convert
@@ -38,6 +40,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     seconds: list[float] = []
     _answers.cache_clear()
     monkeypatch.setattr(time, "sleep", seconds.append)
+    monkeypatch.setattr(hub, "time", SimpleNamespace(monotonic=lambda: 0.0))  # an answer may hold for a moment only
     talk_to("http://127.0.0.1:9", monkeypatch)
     return seconds
 
