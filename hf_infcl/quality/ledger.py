@@ -125,7 +125,7 @@ def stream_kept(stream: ImageTextStream, asked: str) -> ImageTextStream:
 def _excluded(dataset: ImageTextDataset | ImageTextStream, asked: str) -> np.ndarray:
     """The keys [n] int64, in ascending order, of a dataset's pairs that are to be left out."""
     wrong, of_ledger, recorded = _wrong(asked)
-    # Of a table all rows count, which need not all be in a ledger.
+    # A table may have rows that are not in the ledger: all of its rows count.
     count = of_ledger if isinstance(dataset, ImageTextStream) else len(dataset)
     if recorded not in (content := dataset.key_fingerprint(), dataset.content_fingerprint()):
         raise ValueError(

@@ -91,7 +91,7 @@ class Optimization:
         with errors_of_options(args, "lr_scheduler_type", "lr_scheduler_kwargs", "schedule"):
             schedule = make()
         of_both = {getattr(optimizer, "optimizer", optimizer): options_of_optimizer, schedule: options_of_schedule}
-        # What is known already was described before an earlier training, which has progressed in it.
+        # One that is described already has progressed in an earlier training: its options were those before that.
         self._described = {one: self._described.get(one) or options_of(one) for one, options_of in of_both.items()}
         return schedule
 

@@ -158,7 +158,7 @@ class InfCLTrainer(Trainer):
         if record is not None and record.loss_since_log is not None:
             loss, self._globalstep_last_logged = record.loss_since_log
             self._tr_loss += loss  # so that the first log has the mean of all steps since the last one
-            self._total_loss_scalar -= loss  # of which the mean of this training's own steps is made at its end
+            self._total_loss_scalar -= loss  # Trainer's loss at the end is the mean of this training's own steps
         if loader is not None and self.is_world_process_zero():
             self.caption_notices.was_told = record is not None
             self.caption_notices.look_at_all(self.context, self.eval_dataset)
