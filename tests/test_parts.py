@@ -25,7 +25,6 @@ from hf_infcl.step.window import Window
 from hf_infcl.trainer import loop_events as progress
 from hf_infcl.trainer import resuming
 from hf_infcl.trainer.evaluating import Evaluator
-from hf_infcl.trainer.loaders import CaptionNotices
 from hf_infcl.trainer.loop_events import Progress, saved_early
 from hf_infcl.trainer.resuming import Resumption
 
@@ -33,7 +32,7 @@ from hf_infcl.trainer.resuming import Resumption
 def evaluator_of(folder: Any, equal_ids: str = "exclude", **options: Any) -> tuple[Evaluator, DualEncoder]:
     encoder, args = DualEncoder(models.clip()), arguments(folder, **options)
     context = Context(encoder, Accelerator(cpu=True), args, equal_ids, lambda batch: batch)
-    return Evaluator(context, None, CaptionNotices(), TrainerState()), encoder
+    return Evaluator(context, None, TrainerState()), encoder
 
 
 def evaluated(evaluator: Evaluator, data: Any) -> EvalLoopOutput:

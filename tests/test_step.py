@@ -25,12 +25,8 @@ def step_of(folder: Any, model: nn.Module, **options: Any) -> WindowStep:
     args = arguments(folder, **options)
     accelerator = Accelerator(cpu=True)
     prepare_model(model, args, accelerator)
-    return WindowStep(
-        Context(DualEncoder(model), accelerator, args, "exclude", lambda batch: batch),
-        model,
-        rows_of_dataset=lambda places: [10 + row for _, row in places],
-        phases=Phases(),
-    )
+    context = Context(DualEncoder(model), accelerator, args, "exclude", lambda batch: batch)
+    return WindowStep(context, model, phases=Phases())
 
 
 def window_of(data: models.Pairs, count: int) -> Window:
@@ -38,7 +34,7 @@ def window_of(data: models.Pairs, count: int) -> Window:
     batches = [data.batch(rows.tolist()) for rows in torch.arange(len(data)).chunk(count)]
     if data.ids is not None:
         batches = [{**b, "pair_ids": ids} for b, ids in zip(batches, data.ids.chunk(count), strict=True)]
-    return Window(batches)
+    return Window(batches, rows_at=lambda places: [10 + row for _, row in places])
 
 
 def run(step: WindowStep, window: Window) -> Tensor:

@@ -26,8 +26,6 @@ logger = logging.get_logger(__name__)
 _MOST_NAMES = 8  # in a message
 _KINDS = ("image embeddings", "text embeddings")
 
-RowsOfDataset = Callable[[Sequence[tuple[int, int]]], list[int]]
-
 
 class NumberChecks:
     """The checks of a training. Every process decides by the same numbers, so all of them skip the same windows.
@@ -36,15 +34,10 @@ class NumberChecks:
 
     Args:
         of_terms: the parameters that terms train beside the model.
-        rows_of_dataset: the rows of the training set for places (micro-batch, row) of a window; empty if they are not
-            known. It is not called for texts that are more than the images: several captions or negative ones.
     """
 
-    def __init__(
-        self, context: Context, record: RunRecord | None, of_terms: list[nn.Parameter], rows_of_dataset: RowsOfDataset
-    ) -> None:
-        self._encoder, self._accelerator = context.encoder, context.accelerator
-        self._of_terms, self._rows_of_dataset = of_terms, rows_of_dataset
+    def __init__(self, context: Context, record: RunRecord | None, of_terms: list[nn.Parameter]) -> None:
+        self._encoder, self._accelerator, self._of_terms = context.encoder, context.accelerator, of_terms
         self._most = context.args.skip_nonfinite  # the windows to skip in a row
         self._in_a_row = 0 if record is None else record.skipped_in_a_row  # skipped just before the current window
         # Skipped since the run began, including those with an overflow in fp16.
@@ -135,7 +128,8 @@ class NumberChecks:
             bad = (~rows).nonzero().flatten().tolist()
             places_of_rows = [(index, row) for index, size in enumerate(sizes) for row in range(size)]
             places = [places_of_rows[row] for row in bad[:_MOST_NAMES]]
-            rows_known = self._rows_of_dataset(places) if sizes == window.sizes[0] else []
+            # Not of texts that are more than the images: several captions or negative ones.
+            rows_known = window.rows_at(places) if sizes == window.sizes[0] else []
             known = [f" ({row} of the training set)" for row in rows_known] or [""] * len(places)
             named = [f"micro-batch {index}, row {row}{name}" for (index, row), name in zip(places, known, strict=True)]
             if len(bad) > len(places):

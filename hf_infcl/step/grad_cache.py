@@ -257,7 +257,7 @@ class CachedWindow(Generic[MicroBatchT]):
         count = len(micro_batches)
         self._encode, self._device, self._keep_grad_mode, self._alike = encode, device, keep_grad_mode, alike
         self._buffers = list(buffers)
-        self._micro_batches: list[MicroBatchT | None] = list(micro_batches)
+        self._micro_batches = dict(enumerate(micro_batches))  # that are still to be encoded
         self.kept = max(1, min(retain, count))
         self._with_graph, self._recomputed = range(self.kept), range(self.kept, count)
         self.order = [*self._recomputed, *self._with_graph, *self._recomputed]
@@ -272,7 +272,7 @@ class CachedWindow(Generic[MicroBatchT]):
         for index in self._recomputed:
             with torch.set_grad_enabled(self._keep_grad_mode):
                 # No name may refer to the features, and thus to a graph, while the next features are computed.
-                cached[index] = tuple(f.detach() for f in self._forward(index))
+                cached[index] = tuple(f.detach() for f in self._forward(index, self._micro_batches[index]))
         with torch.no_grad():
             for buffer, version, value in unchanged:
                 # Others may be in the graph of another window, and kernels of batch norms count no version.
@@ -280,9 +280,8 @@ class CachedWindow(Generic[MicroBatchT]):
                     buffer.copy_(value)  # the second pass will change it again
         for index in self._with_graph:
             with torch.enable_grad():
-                self._graphs[index] = self._forward(index)
+                self._graphs[index] = self._forward(index, self._micro_batches.pop(index))
             cached[index] = tuple(f.detach() for f in self._graphs[index])
-            self._micro_batches[index] = None  # its last use
         columns = list(zip(*cached, strict=True))
         self._sizes = [[len(part) for part in column] for column in columns]  # for each feature
         self._features: Features = tuple(torch.cat(column) for column in columns)  # until `differentiate`
@@ -345,10 +344,9 @@ class CachedWindow(Generic[MicroBatchT]):
             features = self._graphs.pop(index)
         else:
             with torch.enable_grad():
-                features = self._forward(index)
-            self._micro_batches[index] = None  # its last use
+                features = self._forward(index, self._micro_batches.pop(index))
         terms = list(zip(features, self._feature_gradients[index], strict=True))
-        if index == len(self._micro_batches) - 1:
+        if index == len(self._seeds) - 1:
             terms += list(zip(self._parameters(), self._parameter_gradients, strict=True))
         # A micro-batch may have no rows of the only feature that trains.
         products = [(v * gradient).sum() for v, gradient in terms if gradient is not None and v.requires_grad]
@@ -358,8 +356,6 @@ class CachedWindow(Generic[MicroBatchT]):
         surrogate.register_hook(lambda gradient: refuse_second_derivative(_NO_SECOND_DERIVATIVE))
         return surrogate
 
-    def _forward(self, index: int) -> Features:
-        micro_batch = self._micro_batches[index]
-        assert micro_batch is not None
+    def _forward(self, index: int, micro_batch: MicroBatchT) -> Features:
         with random_state_kept(self._device, self._seeds[index]):
             return self._encode(micro_batch)

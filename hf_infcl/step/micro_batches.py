@@ -27,7 +27,7 @@ from ..models.dual_encoder import TEXT_INPUTS
 from ..options.arguments import InfCLTrainingArguments, divide_global_batch, largest_micro_batch, possible_micro_batches
 from ..options.contrastive import DIVISION, SEARCHED
 from ..options.record import RunRecord
-from ..processes.collectives import OtherRankFailedError, Processes, alone, announce_failure, failures_announced
+from ..processes.collectives import OtherRankFailedError, Processes, alone, failures_announced
 from ..processes.signals import Phases
 from .compilation import may_compile
 from .extensions import LossTerm, StepChange, term_parameters
@@ -168,26 +168,24 @@ def largest_that_fits(attempt: Attempt, trial: Trial, name: str, candidates: Seq
     """
     fits, fails, of_first = 0, len(candidates), 0  # all before the one fit, and none from the other on
     index = 0 if name == "graphs" else fails - 1
-    while fits < fails:
-        more = None
-        try:
-            taken, left = attempt(trial._replace(**{name: candidates[index]}))
-            fits = index + 1
-            if name == "graphs" and index == 0:
-                # An upper bound, which includes the texts of several micro-batches, so that one more is always tried.
-                of_first, more = taken, max(1, left // max(1, taken))
-            elif name == "graphs":
-                more = left // max(1, (taken - of_first) // index)
-        except torch.OutOfMemoryError:
-            fails = index
-        except Exception as error:
-            announce_failure(error)
-            raise
-        if fails == index:
-            release_memory()  # what the error held
-        if more == 0:
-            break
-        index = (fits + fails) // 2 if more is None else min(fails - 1, index + more)
+    with failures_announced():
+        while fits < fails:
+            more = None
+            try:
+                taken, left = attempt(trial._replace(**{name: candidates[index]}))
+                fits = index + 1
+                if name == "graphs" and index == 0:
+                    # An upper bound, with the texts of several micro-batches, so that one more is always tried.
+                    of_first, more = taken, max(1, left // max(1, taken))
+                elif name == "graphs":
+                    more = left // max(1, (taken - of_first) // index)
+            except torch.OutOfMemoryError:
+                fails = index
+            if fails == index:
+                release_memory()  # what the error held
+            if more == 0:
+                break
+            index = (fits + fails) // 2 if more is None else min(fails - 1, index + more)
     found = candidates[fits - 1] if fits else getattr(trial, name)
     return int(min(number for (number,) in Processes().agree([found])))
 
@@ -279,7 +277,7 @@ class Trials:
         count = min(-(-self._pairs // trial.micro_batch), max(trial.graphs, trial.texts) + 1)
         with undone(model, device, others), alone(), _as_prepared(model, context.accelerator):
             changed = replace(context, args=args, extensions=changing)
-            step = WindowStep(changed, model, rows_of_dataset=lambda places: [], phases=Phases())
+            step = WindowStep(changed, model, phases=Phases())
             step.windows = 1  # the first one of a training is looked at more closely
             batches = [copy.deepcopy(batch) for _ in range(count)]
             before = torch.cuda.memory_allocated(device)

@@ -249,9 +249,7 @@ class ExactContrastiveLoss(nn.Module):
         names = ("scale", "mini_batch_size", "mini_batch_num_tokens", "directions", "partition_mode", "labels_are_ids")
         return {"similarity_fct": (_COSINE if self.normalizes else _DOT)[0], **{n: getattr(self, n) for n in names}}
 
-    @property
-    def citation(self) -> str:
-        return """
+    citation = """
 @misc{cheng2024breaking,
     title={Breaking the Memory Barrier: Near Infinite Batch Size Scaling for Contrastive Loss},
     author={Zesen Cheng and Hang Zhang and Kehan Li and others},

@@ -25,7 +25,7 @@ from ..options.record import RunRecord
 from ..processes.collectives import Processes, failures_announced
 from ..processes.signals import Phases
 from . import extensions
-from .checks import NumberChecks, RowsOfDataset, asked_for_loss, check_own_loss, finite_rows
+from .checks import NumberChecks, asked_for_loss, check_own_loss, finite_rows
 from .compilation import LAYERS, MODEL, LayerCompilation
 from .extensions import NO_ROWS, Extension, LossTerm, PairSelection, StepChange, StepObserver, of_kind, term_parameters
 from .grad_cache import CachedWindow, Features, Fetcher, GraphBudget, undone
@@ -42,19 +42,11 @@ class WindowStep:
 
     Args:
         model: its model as the training loop calls it, wrapped and compiled.
-        rows_of_dataset: as for `NumberChecks`.
         steps: of the whole training; 0 before it begins.
     """
 
     def __init__(
-        self,
-        context: Context,
-        model: nn.Module,
-        record: RunRecord | None = None,
-        *,
-        rows_of_dataset: RowsOfDataset,
-        phases: Phases,
-        steps: int = 0,
+        self, context: Context, model: nn.Module, record: RunRecord | None = None, *, phases: Phases, steps: int = 0
     ) -> None:
         args = context.args
         self.windows, self._asks = 0, False  # that were trained; whether the next forward is asked for its loss
@@ -84,7 +76,7 @@ class WindowStep:
         self.recording = StepRecording(context, wanted=alone and steps > 0)
         self._fetcher = Fetcher(args.device) if args.offload_inputs else None
         self.term_parameters = term_parameters(self.extensions)  # what trains beside the model
-        self.checks = NumberChecks(context, record, self.term_parameters, rows_of_dataset)
+        self.checks = NumberChecks(context, record, self.term_parameters)
         self.context, self._phases, self._model = context, phases, model
         self._resumes = record is not None and isinstance(self.wrapper, DDP) and args.world_size > 2
         if isinstance(self.wrapper, DDP) and args.ddp_broadcast_buffers is None:

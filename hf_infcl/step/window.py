@@ -1,8 +1,8 @@
 """One window: the micro-batches of one optimizer step on this process, and their texts."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -132,6 +132,7 @@ class MicroBatch:
     references: list[Features] | None = None  # until the first pass
 
 
+@dataclass(eq=False, repr=False)
 class Window:
     """The micro-batches of one optimizer step on this process, while they are trained.
 
@@ -139,22 +140,21 @@ class Window:
         batches: as the data loader returned them; none between two windows.
         padding, at_once, last_has_texts: how texts are dealt out anew, as for `deal_texts`.
         keeps_loaded: whether the step may have to be repeated with smaller micro-batches.
+        rows_at: the rows of the training set for places (micro-batch, row) of the window; empty if they are not known.
     """
 
-    def __init__(
-        self,
-        batches: list[Any],
-        padding: Mapping[str, int] | None = None,
-        at_once: int = 1,
-        *,
-        last_has_texts: bool = True,
-        keeps_loaded: bool = False,
-    ) -> None:
-        self._padding, self._at_once, self._last_has_texts = padding, at_once, last_has_texts
-        self._keeps_loaded = keeps_loaded
-        self.is_selected = False  # whether it is decided of which pairs the contrastive loss is computed
-        self.selected: Tensor | None = None  # [images] bool on the CPU, these pairs; None for all
-        self._take(batches)
+    batches: list[Any]
+    padding: Mapping[str, int] | None = None
+    at_once: int = 1
+    _: KW_ONLY
+    last_has_texts: bool = True
+    keeps_loaded: bool = False
+    rows_at: Callable[[Sequence[tuple[int, int]]], list[int]] = lambda places: []
+    is_selected: bool = False  # whether it is decided of which pairs the contrastive loss is computed
+    selected: Tensor | None = None  # [images] bool on the CPU, these pairs; None for all
+
+    def __post_init__(self) -> None:
+        self._take(self.batches)
 
     def _take(self, batches: list[Any]) -> None:
         self.batches = batches
@@ -162,10 +162,10 @@ class Window:
             for batch in batches:
                 batch.pop(NO_MASK, None)
         # As the data loader returned them, if they are kept.
-        self.loaded = [dict(batch) for batch in batches] if self._keeps_loaded else []
+        self.loaded = [dict(batch) for batch in batches] if self.keeps_loaded else []
         # The numbers of images, and of texts, in each micro-batch as the data loader returned it.
         self.sizes = [[len(images_of(batch)) for batch in batches], [len(batch["input_ids"]) for batch in batches]]
-        self._text_places = deal_texts(batches, self._padding, self._at_once, last_has_texts=self._last_has_texts)
+        self._text_places = deal_texts(batches, self.padding, self.at_once, last_has_texts=self.last_has_texts)
         self.gradient_norms: GradientNorms | None = None  # once they are known
         self.term_values: dict[str, Tensor] = {}  # means over the processes, by the names of the terms, once known
 

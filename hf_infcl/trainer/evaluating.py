@@ -31,7 +31,6 @@ from ..processes.collectives import AnnouncingDataLoader, Processes, failures_an
 from ..step.grad_cache import random_state_kept
 from ..step.terms import Context
 from ..step.window import widened
-from .loaders import CaptionNotices
 
 MOST_PROMPTS = 8  # the most batches of prompts that are encoded at once
 
@@ -133,7 +132,6 @@ class Evaluator:
 
     Args:
         context, processing_class: as for `class_vectors`.
-        notices: looks at the captions of a set, on the main process.
         state: Trainer's. Before the first step, `run` notes in it, for each set by the prefix of its metrics, a digest
             of its labels and the resampled values of its score; later it compares with them.
 
@@ -141,10 +139,8 @@ class Evaluator:
         found: the ranks or scores of the set, once its metrics are computed.
     """
 
-    def __init__(
-        self, context: Context, processing_class: object, notices: CaptionNotices, state: TrainerState
-    ) -> None:
-        self._context, self._processing_class, self._notices = context, processing_class, notices
+    def __init__(self, context: Context, processing_class: object, state: TrainerState) -> None:
+        self._context, self._processing_class = context, processing_class
         self._encoder, self._accelerator, self._args = context.encoder, context.accelerator, context.args
         self._logged = state.log_history
         # Trainer keeps this part of its state in checkpoints, so a resumed training has the values as well.
@@ -174,8 +170,6 @@ class Evaluator:
         """
         dataset: Any = dataloader.dataset
         self._type_of_set, self._prefix = type(dataset).__name__, prefix
-        if self._args.process_index == 0:
-            self._notices.look(f"evaluation set of {prefix}_*", all_parts(dataset), self._context.collator)
         sizes = [int(size) for (size,) in Processes().agree([len(dataset)])] if has_length(dataset) else []
         if len(set(sizes)) > 1:
             raise ValueError(

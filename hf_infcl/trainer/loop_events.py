@@ -191,13 +191,11 @@ class LoopEvents(TrainerCallback):
         self._callbacks.append(CompleteWindows())  # after the user's callbacks
         self._step, self._data = self._begin_training()
 
-    def on_pre_optimizer_step(
-        self, args: object, state: TrainerState, *_: object, optimizer: Optimizer | None = None, **kwargs: object
-    ) -> None:
-        self._step.before_optimizer_step(optimizer, state.global_step)
+    def on_pre_optimizer_step(self, args: object, state: TrainerState, *_: object, **kwargs: Any) -> None:
+        self._step.before_optimizer_step(kwargs["optimizer"], state.global_step)
 
-    def on_optimizer_step(self, *_: object, optimizer: Optimizer | None = None, **kwargs: object) -> None:
-        self._step.after_optimizer_step(optimizer)
+    def on_optimizer_step(self, *_: object, **kwargs: Any) -> None:
+        self._step.after_optimizer_step(kwargs["optimizer"])
 
     def on_step_end(self, *_: object, **kwargs: object) -> None:
         self._data.end_window()

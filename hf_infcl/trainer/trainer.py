@@ -17,7 +17,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from ..data.collator import normalised
 from ..data.loader import checked_batches
 from ..data.replay import epochs_of, is_own
-from ..data.store import check_has_rows, most_captions
+from ..data.store import all_parts, check_has_rows, most_captions
 from ..evaluation.metrics import Found
 from ..models.dual_encoder import DualEncoder
 from ..optim.groups import matching
@@ -151,9 +151,9 @@ class InfCLTrainer(Trainer):
         context, steps = self.context, self.state.max_steps
         self.training_data = loaders.TrainingData(context, self.interruptions, loader, record)
         self.progress = Progress(self.state, self.args.global_batch_size)
-        hooks: Any = {"rows_of_dataset": self.training_data.rows_at, "phases": self.interruptions.phases}
         context = replace(context, extensions=(*make_selections(context, steps), *context.extensions))
-        self.window_step = WindowStep(context, self.model_wrapped, record, steps=steps, **hooks)
+        phases = self.interruptions.phases
+        self.window_step = WindowStep(context, self.model_wrapped, record, phases=phases, steps=steps)
         self.window_step.load_state_dict(model_files.read_states(self.resumption.checkpoint))
         if record is not None and record.loss_since_log is not None:
             loss, self._globalstep_last_logged = record.loss_since_log
@@ -337,7 +337,7 @@ class InfCLTrainer(Trainer):
 
     @property
     def _evaluator(self) -> Evaluator:
-        return Evaluator(self.context, self.processing_class, self.caption_notices, self.state)
+        return Evaluator(self.context, self.processing_class, self.state)
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Tensor], prediction_loss_only: bool, ignore_keys: object = None
@@ -358,8 +358,11 @@ class InfCLTrainer(Trainer):
         """Computes the same exact metrics of the whole set on every process; see `Evaluator.run`."""
         self.gather_function, evaluator, loop = gather_rows, self._evaluator, super().evaluation_loop
         compute = None if self.compute_metrics is None else partial(checked_metrics, self.compute_metrics)
-        if self.is_world_process_zero() and (compute is not None or description == "Prediction"):
-            tell_predictions()
+        if self.is_world_process_zero():
+            name, parts = f"evaluation set of {metric_key_prefix}_*", all_parts(dataloader.dataset)
+            self.caption_notices.look(name, parts, self.data_collator)
+            if compute is not None or description == "Prediction":
+                tell_predictions()
         more: Any = description, False, ignore_keys, metric_key_prefix
         with patch.multiple(self, compute_metrics=compute, _evaluating=evaluator):
             output = evaluator.run(lambda batches: loop(batches, *more), dataloader, metric_key_prefix)
