@@ -121,50 +121,42 @@ class PlaceholderText:
         # The same function for all forwards, because a compiled model would be compiled again for another one.
         self._forward = self._again
 
-    def learn(self, model: nn.Module, forward: Callable[[], object]) -> None:
-        """Keeps the output, unless it is there or not finite. ``forward`` calls the model on any images and one text.
+    @contextlib.contextmanager
+    def instead_of_tower(self, model: nn.Module, forward: Callable[[], object]) -> Iterator[None]:
+        """Within the context the tower returns the output and computes nothing, unless the output is not finite.
 
+        Where the output is not there, ``forward`` is called before, which calls the model on any images and one text.
         The model is in evaluation mode meanwhile: the forward draws no random numbers.
         """
         parameter = next(self._tower.parameters())
         kind = parameter.dtype, parameter.device
-        if self._output is not None and self._kind == kind:
-            return
-        self._output, self._kind = None, kind
-        outputs: dict[str, Any] = {}
-        # A compiled forward could not store the output.
-        eager = torch.compiler.set_stance("force_eager")
-        with eager, torch.no_grad(), _evaluation_mode(model), remembered(self._tower, outputs, "text"):
-            forward()
-        output = outputs["text"]
-        values = output.values() if isinstance(output, Mapping) else [output]
-        if all(value.isfinite().all() for value in values if isinstance(value, Tensor)):
-            self._output = dict(output) if isinstance(output, BaseModelOutputWithPooling) else output
-
-    @contextlib.contextmanager
-    def instead_of_tower(self) -> Iterator[None]:
-        """Within the context the tower returns the output, if it is there, and computes nothing."""
-        forward = self._tower.forward if self._output is None else self._forward
+        if self._output is None or self._kind != kind:
+            outputs: dict[str, Any] = {}
+            # A compiled forward could not store the output.
+            eager = torch.compiler.set_stance("force_eager")
+            with eager, torch.no_grad(), _evaluation_mode(model), remembered(self._tower, outputs, "text"):
+                forward()
+            output = outputs["text"]
+            values = output.values() if isinstance(output, Mapping) else [output]
+            is_finite = all(value.isfinite().all() for value in values if isinstance(value, Tensor))
+            self._output, self._kind = output if is_finite else None, kind
+        instead = self._tower.forward if self._output is None else self._forward
         # In training mode, a batch norm in the projection would count the placeholder, or fail on a single row.
-        with patch.object(self._tower, "forward", forward), _evaluation_mode(self._projection):
+        with patch.object(self._tower, "forward", instead), _evaluation_mode(self._projection):
             yield
 
     def _again(self, *args: object, **kwargs: object) -> Any:
-        of_transformers = type(self._output) is dict and "last_hidden_state" in self._output
+        of_transformers = isinstance(self._output, BaseModelOutputWithPooling)
         return BaseModelOutputWithPooling(**self._output) if of_transformers else self._output
 
 
 @contextlib.contextmanager
 def _evaluation_mode(module: nn.Module | None) -> Iterator[None]:
     """Within the context the module, if there is one, is in evaluation mode with all its parts."""
-    trained = [] if module is None else [part for part in module.modules() if part.training]
-    for part in trained:
-        part.training = False
-    try:
+    with contextlib.ExitStack() as stack:
+        for part in () if module is None else module.modules():
+            stack.enter_context(patch.object(part, "training", False))
         yield
-    finally:
-        for part in trained:
-            part.training = True
 
 
 # ---- The view ----
@@ -183,7 +175,6 @@ class DualEncoder:
     """
 
     def __init__(self, model: nn.Module, dims: int | None = None) -> None:
-        self.kind = type_of_model(model)
         # Only these three attributes reveal a split, one for each of the options below.
         devices = set((getattr(model, "hf_device_map", None) or {}).values())
         sharded = getattr(model, "is_distributed_loading_by_transformers", False)
@@ -197,12 +188,12 @@ class DualEncoder:
         self.dims = dims  # how many of their first dimensions `encode_images` and `encode_texts` return; None for all
         # The model without PEFT adapters around it, whose attributes can be set.
         self.base: Any = getattr(model, "get_base_model", lambda: model)()
+        self.kind = type_of_model(self.base)
         # Whether it may compute a loss of its own; that of an ALIGN differs, as it smooths its labels. The attribute is
         # the forward before a wrapper of accelerate.
         forward = vars(self.base).get("_original_forward", self.base.forward)
         of_others = not (getattr(forward, "__module__", None) or "").startswith(("transformers.", "hf_infcl."))
         self.has_own_forward = (of_others or bool(self.base._forward_hooks)) and not self.kind.smooths_labels
-        self._return_dict = return_dict_for(self.base)
         self._divides = self.kind.temperature == "temperature"
         text_tower, projection = self.towers().get("text"), getattr(model, TOWERS["text"][1], None)
         self._placeholder = None if text_tower is None else PlaceholderText(text_tower, projection)
@@ -315,18 +306,15 @@ class DualEncoder:
             frozen_outputs["image"] = BaseModelOutputWithPooling(features[:, None], features)
             inputs["pixel_values"] = features  # a forward has to get images, and gives them to the tower only
         no_texts = bool(batch.get(NO_TEXTS))
-        placeholder = self._placeholder if no_texts else None
-        if placeholder is not None:
-            names = (*IMAGE_INPUTS, IMAGE_FEATURES, *TEXT_INPUTS)
-            row = {name: value[:1] for name, value in _select(batch, names).items()}
-            placeholder.learn(self.model, partial(self.embed, forward, row))
         with contextlib.ExitStack() as stack:
+            if no_texts and self._placeholder is not None:
+                names = (*IMAGE_INPUTS, IMAGE_FEATURES, *TEXT_INPUTS)
+                row = {name: value[:1] for name, value in _select(batch, names).items()}
+                stack.enter_context(self._placeholder.instead_of_tower(self.model, partial(self.embed, forward, row)))
             if frozen_outputs is not None:
                 for name, tower in self.frozen_towers().items():
                     stack.enter_context(remembered(tower, frozen_outputs, name))
-            if placeholder is not None:
-                stack.enter_context(placeholder.instead_of_tower())
-            outputs = forward(**inputs, **self._return_dict)
+            outputs = forward(**inputs, **return_dict_for(self.base))
         images, texts = embeds_of(outputs, self.base)
         return images, texts[:0] if no_texts else texts
 

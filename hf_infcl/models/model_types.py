@@ -97,9 +97,8 @@ def type_of_model(model: nn.Module) -> ModelType:
         ValueError: the model is neither.
     """
     name = getattr(getattr(model, "config", None), "model_type", "")
-    base: Any = getattr(model, "get_base_model", lambda: model)()
     needed = ("get_image_features", "get_text_features", "logit_scale")
-    if type(base).__module__.startswith("transformers.") or name in MODEL_TYPES:
+    if type(model).__module__.startswith("transformers.") or name in MODEL_TYPES:
         if name in MODEL_TYPES and hasattr(model, needed[0]):
             return MODEL_TYPES[name]
     elif all(hasattr(model, attribute) for attribute in needed):

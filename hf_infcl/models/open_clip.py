@@ -368,8 +368,7 @@ def differences(model: Any, tensors: dict[str, Any], config: dict[str, Any]) -> 
 
     weights = {name: tensor.float() for name, tensor in clean(tensors).items()}
     fields = {key: value for key, value in config["model_cfg"].items() if key != "custom_text"}
-    if fields["vision_cfg"].get("timm_model_name"):
-        fields["vision_cfg"] = fields["vision_cfg"] | {"timm_model_pretrained": False}
+    fields["vision_cfg"] = fields["vision_cfg"] | {"timm_model_pretrained": False}
     custom = any(name.startswith("text.") for name in weights)
     theirs = (open_clip.CustomTextCLIP if custom else open_clip.CLIP)(**fields).eval()
     theirs.load_state_dict(weights)
@@ -377,12 +376,9 @@ def differences(model: Any, tensors: dict[str, Any], config: dict[str, Any]) -> 
     dtype = model.dtype
     ours = model.float()(pixel_values=pixels, input_ids=ids)
     model.to(dtype)
-    pairs = (
-        (ours.image_embeds, theirs.encode_image(pixels, normalize=True)),
-        (ours.text_embeds, theirs.encode_text(ids, normalize=True)),
-    )
-    least = min((one * other).sum(-1).min().item() for one, other in pairs)
-    return least, max((one - other).abs().max().item() for one, other in pairs)
+    one = torch.cat([ours.image_embeds, ours.text_embeds])
+    other = torch.cat([theirs.encode_image(pixels, normalize=True), theirs.encode_text(ids, normalize=True)])
+    return (one * other).sum(-1).min().item(), (one - other).abs().max().item()
 
 
 def _fixed_inputs(config: Any, length: int | None) -> tuple[Tensor, Tensor]:

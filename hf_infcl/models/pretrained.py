@@ -176,11 +176,10 @@ def _newest_checkpoint(folder: Path) -> Path | None:
 
 
 def _explanation(checkpoint: str, error: BaseException, needed: str, kind: str) -> str:
-    causes: list[type[BaseException]] = []
-    cause: BaseException | None = error
-    while cause is not None:
-        causes.append(type(cause))
-        cause = cause.__cause__ or cause.__context__
+    causes = [error]
+    while cause := causes[-1].__cause__ or causes[-1].__context__:
+        causes.append(cause)
+    kinds = {type(cause) for cause in causes}
     reason = str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
     if newest := _newest_checkpoint(Path(checkpoint)):
         return (
@@ -196,15 +195,15 @@ def _explanation(checkpoint: str, error: BaseException, needed: str, kind: str) 
     tried = f"There is no {'file' if of_weights else 'folder'} {checkpoint!r}"
     if words := path_words(checkpoint):
         return f"{tried} to load a {kind} from{words}"
-    if errors.HFValidationError in causes:
+    if errors.HFValidationError in kinds:
         return f"{tried}, and the name is not the id of a {kind} on the Hub, such as openai/clip-vit-base-patch32."
-    if errors.LocalEntryNotFoundError in causes:
+    if errors.LocalEntryNotFoundError in kinds:
         return (
             f"{tried}, no {kind} of this name was downloaded before, and the Hub could not be reached. Check the name. "
             f"Without a network, run `hf download {f'{checkpoint} {needed}'.strip()}` on a machine that has one, and "
             f"pass {'the folder of the printed file' if needed else 'the printed folder'}."
         )
-    if errors.RepositoryNotFoundError in causes:
+    if errors.RepositoryNotFoundError in kinds:
         return (
             f"{tried}, and the Hub has no {kind} of this name that you may read. Check the name. If the {kind} is "
             "private, log in with `hf auth login`."
