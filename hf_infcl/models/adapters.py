@@ -1,13 +1,11 @@
 """LoRA adapters of the package peft, and position embeddings that are interpolated for images of another size."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,9 +17,6 @@ from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 from ..files.whole import give_usual_modes
 from .dual_encoder import DualEncoder
 from .model_types import IMAGE_TOWERS
-
-if TYPE_CHECKING:
-    from peft import PeftModel
 
 
 def config_for_images(config: PretrainedConfig, size: int | None) -> Any:
@@ -180,7 +175,7 @@ def beside_adapters(model: Any) -> dict[str, nn.Parameter]:
     return {name: p for name, p in named.items() if p.requires_grad and id(p) not in saved}
 
 
-def add_beside_adapters(folder: str | Path, model: PeftModel, state_dict: Mapping[str, Tensor]) -> None:
+def add_beside_adapters(folder: str | Path, model: Any, state_dict: Mapping[str, Tensor]) -> None:
     """Adds the values of `beside_adapters` to the files of all adapters that ``save_pretrained`` has written.
 
     peft loads the values of any other parameter that an adapter's file contains, so ``PeftModel.from_pretrained``, a

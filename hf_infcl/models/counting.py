@@ -5,7 +5,7 @@ The share of the chip's peak that a training reaches is its model FLOPs utilisat
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -13,7 +13,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.stateless import _reparametrize_module
@@ -115,9 +114,7 @@ def shapes_of(batches: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 class _Numbers(TorchDispatchMode):
     """Answers models that read a number: whether all tokens are to be attended to, or the patches of an image."""
 
-    def __torch_dispatch__(
-        self, function: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> object:
+    def __torch_dispatch__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         return 1 if function is torch.ops.aten._local_scalar_dense.default else function(*args, **(kwargs or {}))
 
 

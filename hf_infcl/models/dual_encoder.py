@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -86,8 +86,8 @@ def _described(output: object) -> str:
 
 
 @contextlib.contextmanager
-def remembered(tower: nn.Module, outputs: dict[str, object], name: str) -> Iterator[None]:
-    """Within the context a frozen tower stores its output in ``outputs``, or returns the stored one.
+def remembered(tower: nn.Module, outputs: dict[Any, object], name: Hashable) -> Iterator[None]:
+    """Within the context a frozen tower stores its output in ``outputs``, or returns a copy of the stored one.
 
     Whatever hooks of checkpointing or of peft do to its embeddings, its output gets no graph.
     """
@@ -102,52 +102,12 @@ def remembered(tower: nn.Module, outputs: dict[str, object], name: str) -> Itera
             outputs[name] = BaseModelOutputWithPooling(sequences[:, :1].clone(), part_of(full, "pooler_output"))
         return full
 
-    with patch.object(tower, "forward", (lambda *args, **kwargs: outputs[name]) if name in outputs else first):
+    def again(*args: object, **kwargs: object) -> Any:
+        output = outputs[name]  # into which a model may write the projection
+        return BaseModelOutputWithPooling(**output) if isinstance(output, BaseModelOutputWithPooling) else output
+
+    with patch.object(tower, "forward", again if name in outputs else first):
         yield
-
-
-class PlaceholderText:
-    """The text tower's output for a placeholder, which stands in for the texts of micro-batches that have none.
-
-    A model's forward needs at least one text. Its embedding is dropped, so its values do not matter, and the tower has
-    to run only once for each dtype and device. But they have to be finite: in the backward they are multiplied by
-    gradients of 0.
-    """
-
-    def __init__(self, tower: nn.Module, projection: nn.Module | None) -> None:
-        self._tower, self._projection = tower, projection
-        self._output: Any = None
-        self._kind: Any = None  # dtype and device of the tower when it was asked
-        # The same function for all forwards, because a compiled model would be compiled again for another one.
-        self._forward = self._again
-
-    @contextlib.contextmanager
-    def instead_of_tower(self, model: nn.Module, forward: Callable[[], object]) -> Iterator[None]:
-        """Within the context the tower returns the output and computes nothing, unless the output is not finite.
-
-        Where the output is not there, ``forward`` is called before, which calls the model on any images and one text.
-        The model is in evaluation mode meanwhile: the forward draws no random numbers.
-        """
-        parameter = next(self._tower.parameters())
-        kind = parameter.dtype, parameter.device
-        if self._output is None or self._kind != kind:
-            outputs: dict[str, Any] = {}
-            # A compiled forward could not store the output.
-            eager = torch.compiler.set_stance("force_eager")
-            with eager, torch.no_grad(), _evaluation_mode(model), remembered(self._tower, outputs, "text"):
-                forward()
-            output = outputs["text"]
-            values = output.values() if isinstance(output, Mapping) else [output]
-            is_finite = all(value.isfinite().all() for value in values if isinstance(value, Tensor))
-            self._output, self._kind = output if is_finite else None, kind
-        instead = self._tower.forward if self._output is None else self._forward
-        # In training mode, a batch norm in the projection would count the placeholder, or fail on a single row.
-        with patch.object(self._tower, "forward", instead), _evaluation_mode(self._projection):
-            yield
-
-    def _again(self, *args: object, **kwargs: object) -> Any:
-        of_transformers = isinstance(self._output, BaseModelOutputWithPooling)
-        return BaseModelOutputWithPooling(**self._output) if of_transformers else self._output
 
 
 @contextlib.contextmanager
@@ -195,9 +155,8 @@ class DualEncoder:
         of_others = not (getattr(forward, "__module__", None) or "").startswith(("transformers.", "hf_infcl."))
         self.has_own_forward = (of_others or bool(self.base._forward_hooks)) and not self.kind.smooths_labels
         self._divides = self.kind.temperature == "temperature"
-        text_tower, projection = self.towers().get("text"), getattr(model, TOWERS["text"][1], None)
-        self._placeholder = None if text_tower is None else PlaceholderText(text_tower, projection)
-        self.pooling = Pooling.of_tower(text_tower)
+        self._placeholders: dict[Any, object] = {}  # by dtype and device of the text tower, see `_without_texts`
+        self.pooling = Pooling.of_tower(self.towers().get("text"))
         self._same_embeddings = SameEmbeddings(self.pooling)
         # That of a tower of transformers that reads no padding.
         self.reads_to_end = None if self.kind.texts in (None, AT_END_IF_PADDED) else self.pooling
@@ -307,16 +266,42 @@ class DualEncoder:
             inputs["pixel_values"] = features  # a forward has to get images, and gives them to the tower only
         no_texts = bool(batch.get(NO_TEXTS))
         with contextlib.ExitStack() as stack:
-            if no_texts and self._placeholder is not None:
+            if no_texts and "text" in self.towers():
                 names = (*IMAGE_INPUTS, IMAGE_FEATURES, *TEXT_INPUTS)
                 row = {name: value[:1] for name, value in _select(batch, names).items()}
-                stack.enter_context(self._placeholder.instead_of_tower(self.model, partial(self.embed, forward, row)))
+                stack.enter_context(self._without_texts(partial(self.embed, forward, row)))
             if frozen_outputs is not None:
                 for name, tower in self.frozen_towers().items():
                     stack.enter_context(remembered(tower, frozen_outputs, name))
             outputs = forward(**inputs, **return_dict_for(self.base))
         images, texts = embeds_of(outputs, self.base)
         return images, texts[:0] if no_texts else texts
+
+    @contextlib.contextmanager
+    def _without_texts(self, forward: Callable[[], object]) -> Iterator[None]:
+        """Within the context the text tower computes nothing, and returns its output for a placeholder.
+
+        A model's forward needs at least one text, also for a micro-batch that has none. The embedding of this text is
+        dropped, so its values do not matter, and the tower has to run only once for each dtype and device: before that,
+        ``forward`` calls the model on any images and one text. The model is in evaluation mode meanwhile, so that no
+        random numbers are drawn. An output that is not finite is not kept: in the backward it is multiplied by
+        gradients of 0.
+        """
+        tower, projection = self.towers()["text"], getattr(self.model, TOWERS["text"][1], None)
+        parameter = next(tower.parameters())
+        kind = parameter.dtype, parameter.device
+        if kind not in self._placeholders:
+            # A compiled forward could not store the output.
+            eager = torch.compiler.set_stance("force_eager")
+            with eager, torch.no_grad(), _evaluation_mode(self.model), remembered(tower, self._placeholders, kind):
+                forward()
+            output = self._placeholders[kind]
+            values = output.values() if isinstance(output, Mapping) else [output]
+            if not all(value.isfinite().all() for value in values if isinstance(value, Tensor)):
+                del self._placeholders[kind]
+        # In training mode, a batch norm in the projection would count the placeholder, or fail on a single row.
+        with remembered(tower, dict(self._placeholders), kind), _evaluation_mode(projection):
+            yield
 
     def image_features(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The pooled output [images, H] of the image tower, before the projection; raises as `embed` does.

@@ -213,18 +213,17 @@ class Pooling:
         """
         return bool((mask[:, 1:] > mask[:, :-1]).any() or not mask.gather(1, self.taken(tokens)[:, None]).all())
 
-    def fault(self, taken: int, end: int, texts: tuple[str, str]) -> str:
-        """Why two ``texts``, in words, have one embedding, and what to do.
-
-        It is taken at the token ``taken``, behind which they are not read; the tokenizer ends them with ``end``.
-        """
+    def fault(self, taken: int, *texts: Sequence[int]) -> str:
+        """Why two texts have one embedding, which is taken at the token ``taken``, and what to do."""
+        end = texts[0][-1]  # with which the tokenizer ends texts
+        first, second = (" ".join(map(str, text[:20])) + " ..." * (len(text) > 20) for text in texts)
         if self.place == AT_LARGEST:
             why = "A model of this type takes the embedding of a text at its largest token"
             cure = f"Take a tokenizer that has no token above {end}."
         else:
             old = "by which old configs mean the largest token of a text"
-            first = "and the embedding of a text is taken there, or else at its first token"
-            why = f"The eos_token_id of the model's text_config is {self.stated}, {old if self.at_largest else first}"
+            at_end = "and the embedding of a text is taken there, or else at its first token"
+            why = f"The eos_token_id of the model's text_config is {self.stated}, {old if self.at_largest else at_end}"
             cure = (
                 f"Set eos_token_id to {end} in the text_config of the model's config.json and load the model again, or "
                 f"load tokenizer and model from one checkpoint. If {end} is a part of a word, the tokenizer adds no "
@@ -232,7 +231,7 @@ class Pooling:
             )
         return (
             f"{why}: here {taken}. But the tokenizer ends texts with {end}, and what follows {taken} is not read, so "
-            f"that different texts have one embedding, such as {texts[0]!r} and {texts[1]!r}. {cure}"
+            f"that different texts have one embedding, such as 'tokens {first}' and 'tokens {second}'. {cure}"
         )
 
 
@@ -261,7 +260,7 @@ class SameEmbeddings:
                 continue  # it is read to its end
             text = tuple(tokens[: last + 1])
             if (other := self._texts.setdefault(text[: taken + 1], text)) != text:
-                raise ValueError(self._pooling.fault(tokens[taken], other[-1], (_words(other), _words(text))))
+                raise ValueError(self._pooling.fault(tokens[taken], other, text))
 
 
 def _last(tokens: list[int], mask: list[int] | None, padding: int | None) -> tuple[int, int]:
@@ -272,8 +271,3 @@ def _last(tokens: list[int], mask: list[int] | None, padding: int | None) -> tup
         return last, 1
     # Equal tokens at the end are another padding, or the end itself.
     return len(tokens) - len([*itertools.takewhile(lambda token: token == tokens[-1], reversed(tokens))]), 2
-
-
-def _words(tokens: Sequence[int]) -> str:
-    shown = " ".join(map(str, tokens[:20]))
-    return f"tokens {shown}{' ...' if len(tokens) > 20 else ''}"

@@ -52,22 +52,19 @@ def write_sentence_files(
         {"idx": 0, "name": "0", "path": "", "type": f"{package}.{'CLIPModel' if legacy else 'Transformer'}"},
         {"idx": 1, "name": "1", "path": "1_Normalize", "type": f"{package}.Normalize"},
     ]
-    options = {
-        "text": {
-            "padding": padding if padding == "max_length" else True,
-            "max_length": max_length,
-            "truncation": True,
-            "return_attention_mask": "attention_mask" in tokenizer.model_input_names,
-        }
+    text = {
+        "padding": padding if padding == "max_length" else True,
+        "max_length": max_length,
+        "truncation": True,
+        "return_attention_mask": "attention_mask" in tokenizer.model_input_names,
     }
     # The processor of SigLIP 2 for variable patches passes its own values to its image processor.
-    if image := {name: getattr(images, name) for name in ("patch_size", "max_num_patches") if hasattr(images, name)}:
-        options["image"] = image
+    image = {name: getattr(images, name) for name in ("patch_size", "max_num_patches") if hasattr(images, name)}
     transformer = {
         "transformer_task": "feature-extraction",
         "modality_config": {kind: {"method": f"get_{kind}_features", **output} for kind in ("text", "image")},
         "module_output_name": "sentence_embedding",
-        "processing_kwargs": options,
+        "processing_kwargs": {"text": text, "image": image} if image else {"text": text},
     }
     whole: dict[str, object] = {"similarity_fn_name": "cosine", "prompts": {}}
     if matryoshka_dims:
@@ -278,14 +275,12 @@ def convert(
 def _to_transformers(
     source: str | Path, target: str | Path, open_clip_model: str | None, tokenizer: str | None
 ) -> Iterator[str]:
-    if base := pretrained.base_of_adapters(str(source)):
-        model, processor = pretrained.load_model(str(source))
-        merged = f"The adapters were merged into {base}. "
-    else:
-        model, processor, conversion = _loaded(source, open_clip_model, tokenizer)
+    base = pretrained.base_of_adapters(str(source))
+    loaded = Loaded(*pretrained.load_model(str(source))) if base else _loaded(source, open_clip_model, tokenizer)
+    model, processor, conversion = loaded
+    yield from conversion
+    if base is None:
         check_ends(model, processor.tokenizer)
-        merged = ""
-        yield from conversion
     model.save_pretrained(target)
     give_usual_modes(target)
     processor.save_pretrained(target)
@@ -297,7 +292,8 @@ def _to_transformers(
         for name in SENTENCE_FILES:  # which a training writes beside adapters as well
             if Path(source, name).is_file():
                 shutil.copy(Path(source, name), target)
-    yield f"{merged}{type(model).__name__} and its processor were written to {target}."
+        yield f"The adapters were merged into {base}."
+    yield f"{type(model).__name__} and its processor were written to {target}."
 
 
 def _to_open_clip(
@@ -324,8 +320,7 @@ def _to_open_clip(
 
 def save_open_clip(folder: str | Path, model: transformers.PreTrainedModel, processor: Any, **options: Any) -> None:
     """Writes a model of transformers in OpenCLIP's format; see `to_open_clip` for the other arguments."""
-    tensors, config = to_open_clip(model, processor, **options)
-    pretrained.write(folder, tensors, config, processor.tokenizer)
+    pretrained.write(folder, *to_open_clip(model, processor, **options), processor.tokenizer)
 
 
 # ---- Comparing ----

@@ -7,7 +7,6 @@ from typing import Any
 import transformers
 from PIL import Image
 from tokenizers import Regex, normalizers
-from transformers import PreTrainedTokenizerBase
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from .pretrained import check_length, named_tokenizer
@@ -90,7 +89,7 @@ def _preparation(processor: Any) -> dict[str, Any]:
 # ---- Texts ----
 
 
-def is_of_clip(tokenizer: PreTrainedTokenizerBase) -> bool:
+def is_of_clip(tokenizer: transformers.PreTrainedTokenizerBase) -> bool:
     """Whether it is the tokenizer of OpenAI's CLIP, which OpenCLIP has built in."""
     return tokenizer(_PROBE)["input_ids"] == _PROBE_IDS
 
@@ -107,7 +106,7 @@ def clip_tokenizer() -> Any:
     return transformers.CLIPTokenizer(vocab=vocabulary, merges=list(tokenizer.bpe_ranks))
 
 
-def prepared(tokenizer: PreTrainedTokenizerBase, text: dict[str, Any]) -> PreTrainedTokenizerBase:
+def prepared(tokenizer: transformers.PreTrainedTokenizerBase, text: dict[str, Any]) -> Any:
     """Changes a tokenizer of transformers to the length and the cleaning of texts that a `text_cfg` of OpenCLIP says.
 
     Raises:
@@ -136,7 +135,7 @@ def prepared(tokenizer: PreTrainedTokenizerBase, text: dict[str, Any]) -> PreTra
     return tokenizer
 
 
-def _cleaning_first(tokenizer: PreTrainedTokenizerBase, clean: str) -> Any:
+def _cleaning_first(tokenizer: transformers.PreTrainedTokenizerBase, clean: str) -> Any:
     """A tokenizer that cleans texts as OpenCLIP does before it, except for ftfy and HTML entities."""
     lower, letters = [normalizers.Lowercase()], "".join(f"\\{character}" for character in string.punctuation)
     plain = [normalizers.Replace("_", " "), normalizers.Replace(Regex(f"[{letters}]"), ""), *lower]
@@ -155,7 +154,7 @@ def _cleaning_first(tokenizer: PreTrainedTokenizerBase, clean: str) -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **tokenizer.special_tokens_map)
 
 
-def cleaning(tokenizer: PreTrainedTokenizerBase) -> str:
+def cleaning(tokenizer: transformers.PreTrainedTokenizerBase) -> str:
     """OpenCLIP's name of the cleaning that a tokenizer of transformers does itself; "" for none."""
     if not tokenizer.is_fast:
         return "canonicalize" if type(tokenizer).__name__ == "SiglipTokenizer" else ""

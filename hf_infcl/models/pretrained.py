@@ -364,17 +364,17 @@ def _complete(checkpoint: str, dtype: torch.dtype | str, new_weights: Sequence[s
     lacking |= {name: f" ({tuple(has)} instead of {tuple(wanted)})" for name, has, wanted in report["mismatched_keys"]}
     named = {asked: [name for name in lacking if f"{name}.".startswith(f"{asked}.")] for asked in new_weights}
     new = {name for names in named.values() for name in names}
-    _check_complete(checkpoint, model, {name: how for name, how in lacking.items() if name not in new}, report)
+    if left := {name: how for name, how in lacking.items() if name not in new}:
+        raise ValueError(_incomplete(checkpoint, model, left, report))
     for asked, names in named.items():
         if not names:
             which = f", which are {listed(sorted(new), _SHOWN)}" if new else ""
             raise ValueError(f"--new_weights {asked} names no weights that {checkpoint!r} lacks{which}. Omit it.")
     if new:  # as in a model that is created from the config
-        with torch.random.fork_rng(devices=()), torch.no_grad():
+        with torch.random.fork_rng(devices=()):
             torch.default_generator.manual_seed(seed)
             created = transformers.AutoModel.from_config(model.config).state_dict()
-            for name in new:
-                state[name].copy_(created[name])
+            model.load_state_dict({name: created[name] for name in new}, strict=False)
     check_finite(checkpoint, state)
     return model
 
@@ -391,9 +391,7 @@ def check_finite(checkpoint: str, tensors: Mapping[str, Tensor]) -> None:
         )
 
 
-def _check_complete(checkpoint: str, model: nn.Module, lacking: Mapping[str, str], report: Mapping[str, Any]) -> None:
-    if not lacking:
-        return
+def _incomplete(checkpoint: str, model: nn.Module, lacking: Mapping[str, str], report: Mapping[str, Any]) -> str:
     kind, saved_as = type(model).__name__, getattr(model.config, "architectures", None) or []
     unexpected = sorted(report["unexpected_keys"])
     shown = listed([name + how for name, how in lacking.items()], _SHOWN)
@@ -410,4 +408,4 @@ def _check_complete(checkpoint: str, model: nn.Module, lacking: Mapping[str, str
     words += " Name a checkpoint of the whole model, as save_pretrained writes it."
     if not any(top.endswith(("_model", "_encoder")) for top in tops):  # no tower
         words += f" `infcl train --new_weights {' '.join(tops)}` draws them anew for a training."
-    raise ValueError(words)
+    return words
