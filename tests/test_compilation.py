@@ -9,7 +9,8 @@ import torch
 import transformers as tf
 from helpers import models
 from helpers.processes import on_ranks
-from helpers.trainers import StopAt, parameters, trained, trainer_for
+from helpers.trainers import StopAt, parameters, trained, trainer_for, whole_weights
+from helpers.wrappers import FSDP, needs_fsdp
 from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.data import default_collate
 from transformers.activations import QuickGELUActivation
@@ -214,6 +215,53 @@ def test_processes_compile_alike_or_not_at_all(rank, world_size, tmp_path):
     assert [decided for decided, _ in found] == [compilation.NOTHING, compilation.LAYERS, compilation.NOTHING]
     for _, weights in found:
         assert torch.equal(weights, found[0][1])
+
+
+# ---- FSDP2 ----
+
+
+def rank_sharded(rank: int, world_size: int, folder: str, backend: str) -> None:
+    # Torch resumes no optimizer without a state, and AdamW would make steps of gradients that are only rounding.
+    options: dict[str, Any] = {**FSDP, "optim": "adamw_torch", "adam_epsilon": 1e-3, "learning_rate": 0.01}
+    options |= {"data": models.Pairs(64), "max_steps": 4, "retain_graphs": "2", "gradient_accumulation_steps": 3}
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    evaluating = {**EVALUATED, "eval_steps": 2, "eval_dataset": models.Pairs(10)}
+
+    def weights(decided: str, **more: Any) -> tuple[torch.Tensor, list[str]]:
+        torch._dynamo.reset()  # as in a new process
+        with mock.patch.object(compilation.logger, "warning") as told:
+            trainer = run(folder, **options | more)
+        assert trainer.window_step.compilation.decided == decided
+        assert not any("forward" in vars(module) for module in trainer.model.modules()), "what is compiled stays"
+        messages = [call.args[0] for call in told.call_args_list]
+        return torch.cat([p.flatten() for p in whole_weights(trainer.model).values()]), messages
+
+    expected, told = weights(compilation.NOTHING, torch_compile=False)
+    assert not told
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        compile_layers(monkeypatch, counting := Compiler())
+        if backend == "nccl":
+            monkeypatch.setattr(compilation, "BACKEND", "inductor")
+        compiled, told = weights(compilation.LAYERS, **saving, **evaluating)
+        assert len(told) == (rank == 0)
+        if backend == "gloo":
+            assert (len(counting.graphs), counting.calls) == (2, 2 + 4 * (3 + 1) * 2 * LAYERS)
+            assert torch.equal(compiled, expected)
+        start = torch.cat([p.flatten() for p in clip().to(expected.device).parameters()])
+        assert (compiled - expected).norm() < 1e-3 * (expected - start).norm()
+        monkeypatch.setattr(compilation, "ENOUGH", 1e9)  # what is left is short
+        resumed, _ = weights(compilation.LAYERS, **saving, resume=f"{folder}/checkpoint-2")
+        assert torch.equal(resumed, compiled)
+        monkeypatch.setattr(compilation, "ENOUGH", 0.0)
+        monkeypatch.setattr(compilation, "BACKEND", failing_in_backward if rank else aot_eager)
+        eager, told = weights(compilation.NOTHING)
+        assert torch.equal(eager, expected)
+        assert ["The layers could not be compiled" in message for message in told] == [True] * (rank == 0)
+
+
+@needs_fsdp
+def test_sharded_layers_are_compiled_or_computed_as_they_are(fresh_ranks, tmp_path, backend):
+    fresh_ranks.run(rank_sharded, 2, str(tmp_path), backend, backend=backend, timeout=300)
 
 
 # ---- Resumes ----

@@ -1,12 +1,13 @@
 """What DDP and FSDP2 need so that a window of several micro-batches has one loss and one exact gradient."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -118,6 +119,18 @@ class FSDP2(Wrapper):
             yield
         finally:
             self.model.set_requires_gradient_sync(True)
+
+
+def gathered(model: nn.Module, parts: Iterable[nn.Module]) -> set[nn.Module]:
+    """Those parts of a model of which this process has all weights; collective, as FSDP2 gathers them before.
+
+    They stay gathered until `reshard`. FSDP2 does not gather what it shards apart within a part.
+    """
+    parts = {*parts}
+    for module in model.modules():
+        if not parts.isdisjoint(module.modules()) and isinstance(module, FSDPModule):
+            module.unshard()
+    return {part for part in parts if not any(isinstance(p, DTensor) for p in part.parameters())}
 
 
 def make_wrapper(model: nn.Module, *, without_fsdp: str = "") -> Wrapper:
