@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset
 from hf_infcl.data.transforms import set_image_size
-from hf_infcl.models.adapters import config_for_images, merge_adapters, resize_images, with_adapters
+from hf_infcl.models.adapters import merge_adapters, resize_config, resize_images, with_adapters
 from hf_infcl.models.counting import count_operations
 from hf_infcl.models.dual_encoder import DualEncoder
 
@@ -177,7 +177,8 @@ def test_the_tower_computes_as_much_as_images_of_this_size_take():
     )
     counts = []
     for size in (112, None):
-        changed = config_for_images(config, size)
+        changed = copy.deepcopy(config)
+        resize_config(changed, size)
         side = changed.vision_config.image_size
         with torch.device("meta"):
             batch = {"pixel_values": torch.zeros(64, 3, side, side), "input_ids": torch.zeros(64, 77).long()}

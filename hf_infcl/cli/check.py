@@ -10,7 +10,7 @@ from typing import Any
 
 from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream
 from ..files.text import counted
-from ..models.adapters import config_for_images
+from ..models.adapters import resize_config
 from ..models.open_clip import load_readers
 from ..options.commands import DataOptions
 from ..processes.lock import check_writable
@@ -42,7 +42,7 @@ def check(parser: Parser, namespace: argparse.Namespace) -> None:
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         check_embedded(args.teacher_embeddings, parser.words)
         config, processor = load_readers(of_model.model, of_model.open_clip_model, of_model.tokenizer)
-        config = config_for_images(config, args.image_size)
+        resize_config(config, args.image_size)
         collator = ContrastiveCollator.for_model(processor, config, uint8=True)
         set_sizes(collator, args)  # what is cut on purpose is no finding
         inspector = Inspector(collator, config)

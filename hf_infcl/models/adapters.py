@@ -1,6 +1,5 @@
 """LoRA adapters of the package peft, and position embeddings that are interpolated for images of another size."""
 
-import copy
 import hashlib
 from collections.abc import Mapping
 from functools import partial
@@ -19,18 +18,15 @@ from .dual_encoder import DualEncoder
 from .model_types import IMAGE_TOWERS
 
 
-def config_for_images(config: PretrainedConfig, size: int | None) -> Any:
-    """The config of a dual encoder for images of another size; the same one with None, or if it has this size.
+def resize_config(config: PretrainedConfig, size: int | None) -> None:
+    """Gives the config of a dual encoder another size of images in pixels; None leaves it as it is.
 
     Raises ValueError if the size is no multiple of the patches.
     """
-    vision = getattr(config, "vision_config", None)
-    if size is None or getattr(vision, "image_size", size) == size:
-        return config
-    _check_multiple(vision, size)
-    config = copy.deepcopy(config)
-    config.vision_config.image_size = size
-    return config
+    vision: Any = getattr(config, "vision_config", None)
+    if size is not None and getattr(vision, "image_size", size) != size:
+        _check_multiple(vision, size)
+        vision.image_size = size
 
 
 def resize_images(encoder: DualEncoder, size: int | None) -> None:
@@ -109,7 +105,6 @@ def _resize_positions(embeddings: Any, config: PretrainedConfig, size: int) -> N
                 setattr(noted, attribute, (value, value) if is_pair else value)
 
 
-LORA = ".lora_"  # in the names of LoRA's factors, whose start is zero: they change nothing
 ADAPTER_FILES = (ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME)
 
 
@@ -193,9 +188,9 @@ def add_beside_adapters(folder: str | Path, model: Any, state_dict: Mapping[str,
 
 def weight_fingerprint(model: nn.Module, *, frozen: bool = False) -> str:
     """A hash of the weights, or of the ``frozen`` ones alone, without LoRA's factors: 16 hexadecimal digits."""
-    digest = hashlib.sha256()
+    digest = hashlib.sha256()  # LoRA's factors change nothing at the start, where their product is zero
     for name, parameter in model.named_parameters():
-        if LORA not in name and not (frozen and parameter.requires_grad):
+        if ".lora_" not in name and not (frozen and parameter.requires_grad):
             digest.update(f"{name} {parameter.dtype}\n".encode())
             digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]

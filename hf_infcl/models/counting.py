@@ -69,22 +69,20 @@ def count_operations(encoder: DualEncoder, batch: Mapping[str, Tensor]) -> list[
             stack.enter_context(torch.random.fork_rng(devices=[]))
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # fused attention computes products again
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            counter = stack.enter_context(FlopCounterMode(display=False))
             stack.enter_context(_Numbers())
             state = {name: _fake(one) for name, one in (*model.named_parameters(), *model.named_buffers())}
             inputs = {name: _fake(one) for name, one in batch.items()}
-            trained = [one for one in state.values() if one.requires_grad]
             # As functional_call of torch.func, which calls nothing but forward.
             stack.enter_context(_reparametrize_module(model, state, tie_weights=True))
             stack.enter_context(torch.enable_grad())
             counts = []
             for encode in (encoder.encode_images, partial(encoder.encode_texts, checked=True)):
-                before = counter.get_total_flops()
-                embeds = encode(inputs)
-                forward = counter.get_total_flops() - before
-                if embeds.requires_grad:
-                    torch.autograd.grad(embeds.sum(), trained, allow_unused=True)
-                counts.append((forward, counter.get_total_flops() - before - forward))
+                with FlopCounterMode(display=False) as forward:
+                    embeds = encode(inputs)
+                with FlopCounterMode(display=False) as backward:
+                    if embeds.requires_grad:
+                        embeds.sum().backward()
+                counts.append((forward.get_total_flops(), backward.get_total_flops()))
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(
             f"The operations of a {type(model).__name__} cannot be counted: {type(error).__name__}: {error}"

@@ -93,7 +93,10 @@ def remembered(tower: nn.Module, outputs: dict[Any, object], name: Hashable) -> 
     """
     forward = tower.forward
 
-    def first(*args: object, **kwargs: object) -> Any:
+    def once(*args: object, **kwargs: object) -> Any:
+        if name in outputs:
+            output = outputs[name]  # into which a model may write the projection
+            return BaseModelOutputWithPooling(**output) if isinstance(output, BaseModelOutputWithPooling) else output
         with torch.no_grad():
             full = forward(*args, **kwargs)
         outputs[name] = full
@@ -102,11 +105,7 @@ def remembered(tower: nn.Module, outputs: dict[Any, object], name: Hashable) -> 
             outputs[name] = BaseModelOutputWithPooling(sequences[:, :1].clone(), part_of(full, "pooler_output"))
         return full
 
-    def again(*args: object, **kwargs: object) -> Any:
-        output = outputs[name]  # into which a model may write the projection
-        return BaseModelOutputWithPooling(**output) if isinstance(output, BaseModelOutputWithPooling) else output
-
-    with patch.object(tower, "forward", again if name in outputs else first):
+    with patch.object(tower, "forward", once):
         yield
 
 
@@ -278,14 +277,14 @@ class DualEncoder:
         return images, texts[:0] if no_texts else texts
 
     @contextlib.contextmanager
-    def _without_texts(self, forward: Callable[[], object]) -> Iterator[None]:
+    def _without_texts(self, forward: Callable[[], tuple[Tensor, Tensor]]) -> Iterator[None]:
         """Within the context the text tower computes nothing, and returns its output for a placeholder.
 
         A model's forward needs at least one text, also for a micro-batch that has none. The embedding of this text is
         dropped, so its values do not matter, and the tower has to run only once for each dtype and device: before that,
-        ``forward`` calls the model on any images and one text. The model is in evaluation mode meanwhile, so that no
-        random numbers are drawn. An output that is not finite is not kept: in the backward it is multiplied by
-        gradients of 0.
+        ``forward`` returns the embeddings of any images and one text. The model is in evaluation mode meanwhile, so
+        that no random numbers are drawn. An output whose embedding is not finite is not kept: in the backward it is
+        multiplied by gradients of 0.
         """
         tower, projection = self.towers()["text"], getattr(self.model, TOWERS["text"][1], None)
         parameter = next(tower.parameters())
@@ -294,10 +293,8 @@ class DualEncoder:
             # A compiled forward could not store the output.
             eager = torch.compiler.set_stance("force_eager")
             with eager, torch.no_grad(), _evaluation_mode(self.model), remembered(tower, self._placeholders, kind):
-                forward()
-            output = self._placeholders[kind]
-            values = output.values() if isinstance(output, Mapping) else [output]
-            if not all(value.isfinite().all() for value in values if isinstance(value, Tensor)):
+                _, text = forward()
+            if not text.isfinite().all():
                 del self._placeholders[kind]
         # In training mode, a batch norm in the projection would count the placeholder, or fail on a single row.
         with remembered(tower, dict(self._placeholders), kind), _evaluation_mode(projection):
@@ -459,9 +456,8 @@ def drop_patches(encoder: DualEncoder, share: float) -> RemovableHandle:
         The hook of the image tower that does it, whose ``remove`` restores the tower.
     """
     tower: Any = encoder.towers()["image"]
-    registers = getattr(tower.embeddings, "register_tokens", None)
     others = int(hasattr(tower.embeddings, "class_embedding") or hasattr(tower.embeddings, "cls_token"))
-    others += 0 if registers is None else registers.shape[1]
+    others += getattr(tower.config, "num_register_tokens", 0)
 
     def drop(module: nn.Module, inputs: object, tokens: Tensor) -> Tensor | None:
         # The mode of the tower counts: frozen embeddings are in evaluation mode even below layers that train.

@@ -1,6 +1,5 @@
 """Which models are dual encoders, all facts that differ between their types, and at which token they read a text."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -265,9 +264,8 @@ class SameEmbeddings:
 
 def _last(tokens: list[int], mask: list[int] | None, padding: int | None) -> tuple[int, int]:
     """The index of a text's last token, -1 if none is attended to, and how many tokens up to it may be its end."""
+    if mask is None and tokens[-1] != padding:
+        # Equal tokens at the end are another padding, or the end itself.
+        return 1 + max((place for place, token in enumerate(tokens) if token != tokens[-1]), default=-1), 2
     seen = [token != padding for token in tokens] if mask is None else mask
-    last = max((place for place, is_seen in enumerate(seen) if is_seen), default=-1)
-    if mask is not None or 0 <= last < len(tokens) - 1:
-        return last, 1
-    # Equal tokens at the end are another padding, or the end itself.
-    return len(tokens) - len([*itertools.takewhile(lambda token: token == tokens[-1], reversed(tokens))]), 2
+    return max((place for place, is_seen in enumerate(seen) if is_seen), default=-1), 1

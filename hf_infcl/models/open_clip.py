@@ -80,7 +80,6 @@ UNREPAIRED = (
     "hf_infcl.models.open_clip.repaired does the same."
 )
 ENOUGH = 0.9999  # the least cosine of two embeddings of fixed inputs
-_ROWS = 4
 
 
 # ---- Loading ----
@@ -383,14 +382,14 @@ def _fixed_inputs(config: Any, length: int | None) -> tuple[Tensor, Tensor]:
     """
     text, side = config.text_config, config.vision_config.image_size
     drawn, length = torch.Generator().manual_seed(0), length or text.max_position_embeddings
-    pixels = torch.randn(_ROWS, 3, side, side, generator=drawn)
-    ids = torch.randint(3, text.vocab_size - 1, (_ROWS, length), generator=drawn)
+    pixels = torch.randn(4, 3, side, side, generator=drawn)
+    ids = torch.randint(3, text.vocab_size - 1, (4, length), generator=drawn)
     if pooling := Pooling.of_config(text):
         end = text.vocab_size - 1 if pooling.at_largest else text.eos_token_id
         ids[ids == end] = end - 1
-        for row in range(_ROWS):
-            ids[row, length - 1 - row :] = 0
-            ids[row, length - 1 - row] = end
+        for row, tokens in enumerate(ids):
+            tokens[length - 1 - row :] = 0
+            tokens[length - 1 - row] = end
     return pixels, ids
 
 

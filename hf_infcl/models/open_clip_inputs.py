@@ -13,7 +13,6 @@ from .pretrained import check_length, named_tokenizer
 
 _BICUBIC, _BILINEAR = Image.Resampling.BICUBIC, Image.Resampling.BILINEAR
 _RESAMPLING = {"bicubic": _BICUBIC, "bilinear": _BILINEAR, "random": _BICUBIC}  # random is of its training
-_OPENAI = "openai/clip-vit-base-patch32"
 # The tokenizer of OpenAI's CLIP maps this text to these ids.
 _PROBE, _PROBE_IDS = "A photo of a cat", [49406, 320, 1125, 539, 320, 2368, 49407]
 
@@ -99,7 +98,7 @@ def clip_tokenizer() -> Any:
     try:
         from open_clip.tokenizer import SimpleTokenizer
     except ModuleNotFoundError:
-        return named_tokenizer(_OPENAI)
+        return named_tokenizer("openai/clip-vit-base-patch32")
     tokenizer = SimpleTokenizer()
     special = {"<start_of_text>": "<|startoftext|>", "<end_of_text>": "<|endoftext|>"}
     vocabulary = {special.get(token, token): index for token, index in tokenizer.encoder.items()}
