@@ -15,7 +15,6 @@ from transformers import TrainerState
 from transformers.trainer_utils import EvalLoopOutput
 
 from hf_infcl.data import ImageTextStream, transparency
-from hf_infcl.data.replay import Epochs
 from hf_infcl.loss import reference
 from hf_infcl.models.counting import count_window
 from hf_infcl.models.dual_encoder import DualEncoder
@@ -129,16 +128,17 @@ def test_a_record_of_another_version_says_so(checkpoint):
 def test_a_complete_run_trains_nothing_more(checkpoint, tmp_path, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(resuming.logger, "warning", said.append)
-    args, resumption = arguments(tmp_path / "run", max_steps=20), Resumption(checkpoint)
+    args, resumption = arguments(tmp_path / "run", max_steps=20, per_device_train_batch_size=2), Resumption(checkpoint)
     lengths: Any = {"max_steps": 20, "num_train_epochs": 4, "logging_steps": 1}
-    counted: Any = lambda: Epochs(18, 4), (7, 7)  # windows of the epochs: 5, 4, 5, 4
-    left = TrainerState(global_step=19, **lengths)
-    assert resumption.first_position(left, args, *counted) == (1, 6), "three windows of two micro-batches"
+    left, complete = (  # windows of the epochs: 5, 4, 5, 4
+        SimpleNamespace(state=TrainerState(global_step=step, **lengths), args=args, train_dataset=range(18))
+        for step in (19, 20)
+    )
+    assert resumption.first_position(left, (7, 7)) == (1, 6), "three windows of two micro-batches"
     resumption.record = replace(resumption.record, position=None)
-    assert resumption.first_position(left, args, *counted) == (7, 7), "Trainer's"
+    assert resumption.first_position(left, (7, 7)) == (7, 7), "Trainer's"
     assert not said
-    complete = TrainerState(global_step=20, **lengths)
-    assert resumption.first_position(complete, args, *counted) == (4, 0)
+    assert resumption.first_position(complete, (7, 7)) == (4, 0)
     assert said == [f"Nothing is left to train: {checkpoint} was saved after step 20, and the run has 20 steps."]
 
 

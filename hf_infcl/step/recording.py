@@ -78,13 +78,18 @@ class StepRecording:
         trained = [p for p in parameters if p.requires_grad]
         key = tuple((t.shape, t.stride(), t.dtype) for t in tensors)
         self._calls[key] += 1
-        if self._calls[key] == PATIENCE + 1 and len(self._recordings) < KEPT:
+        if self._calls[key] == PATIENCE + 1 and len(self._recordings) < KEPT and self._can_record():
 
             def function(*inputs: Tensor) -> Features:
                 named: dict[str, Any] = dict(zip(_INPUTS, inputs, strict=True))
                 return embed(forward, named | {NO_MASK: True})
 
-            self._record(key, function, tensors, trained)
+            try:
+                with random_state_kept(self._context.args.device):
+                    self._recordings[key] = _Recording(function, tensors, trained)
+            except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+                self._wanted = False
+                logger.warning("The model is not replayed as CUDA graphs: %s", error)
         if key not in self._recordings:
             return embed(forward, batch, frozen_outputs)
         outputs: Features = _Replayed.apply(self._recordings[key], *tensors, *trained)
@@ -100,9 +105,8 @@ class StepRecording:
         self._seen = attributes, [choices_of_kernels(), len(attributes), *places]
         return self._seen[1] == before[1] and all(map(operator.is_, attributes, before[0]))
 
-    def _record(
-        self, key: Hashable, function: Callable[..., Features], inputs: Sequence[Tensor], trained: Sequence[Tensor]
-    ) -> None:
+    def _can_record(self) -> bool:
+        """Whether there is memory for a recording, and nothing that it would leave out."""
         device = self._context.args.device
         total = torch.cuda.get_device_properties(device).total_memory
         large = torch.cuda.max_memory_allocated(device) > SHARE * total
@@ -111,14 +115,7 @@ class StepRecording:
         checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in self._model.modules)
         # Buffers such as those of batch norms, which the forwards before the recorded one would change, too.
         counting = any(buffer.is_floating_point() for buffer in self._model.buffers())
-        if large or foreign or checkpoints or counting or self._context.encoder.frozen_towers():
-            return
-        try:
-            with random_state_kept(device):
-                self._recordings[key] = _Recording(function, inputs, trained)
-        except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
-            self._wanted = False
-            logger.warning("The model is not replayed as CUDA graphs: %s", error)
+        return not (large or foreign or checkpoints or counting or self._context.encoder.frozen_towers())
 
     def stop(self) -> None:
         """Frees the memory of all recordings, and makes no more."""

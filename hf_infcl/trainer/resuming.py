@@ -1,6 +1,6 @@
 """Which run a checkpoint must come from to be resumed, and where the resumed run goes on."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -9,7 +9,7 @@ from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
 from ..data import transparency
-from ..data.replay import Epochs, Replayed, is_own
+from ..data.replay import Replayed, epochs_of, is_own
 from ..data.store import all_parts, content_fingerprint, most_captions, negative_caption_columns
 from ..files.text import counted, was_and_is
 from ..options.arguments import InfCLTrainingArguments
@@ -178,19 +178,16 @@ class Resumption:
         due = kept.get("TrainerControl", {}).get("args", {}).get("should_evaluate")
         return self.checkpoint is not None and bool(due) and args.eval_strategy != "no"
 
-    def first_position(
-        self, state: TrainerState, args: InfCLTrainingArguments, epochs: Callable[[], Epochs | None], counted: Position
-    ) -> Position:
+    def first_position(self, trainer: Any, counted: Position) -> Position:
         """The completed epochs, and the batches of the next one that Trainer's loop has trained.
 
         If the run is complete, which is warned of, these are all epochs, but for the last one if an evaluation is
         missing there: Trainer looks at the number of steps, and callbacks end a training, only after it has trained a
         step. The intervals of logs, evaluations and checkpoints become those of the arguments.
 
-        Args:
-            epochs: returns those of data with a position.
-            counted: the numbers that Trainer computes, for checkpoints without a position in the data.
+        ``counted`` are the numbers that Trainer computes, for checkpoints without a position in the data.
         """
+        state, args = trainer.state, trainer.args
         if self.checkpoint is not None:  # Trainer would go on with the intervals of the checkpoint
             kinds = [kind for kind in ("logging", "eval", "save") if getattr(args, f"{kind}_strategy") == "steps"]
             before = {f"{kind}_steps": getattr(state, f"{kind}_steps") for kind in kinds}
@@ -204,7 +201,7 @@ class Resumption:
         if self.record is None or self.record.position is None:
             return counted
         epoch, position = 0, self.record.position
-        if (passes := epochs()) is not None:
+        if (passes := epochs_of(trainer.train_dataset, args)) is not None:
             epoch = passes.of(position)
             position -= passes.begin(epoch)
         return epoch, position * args.gradient_accumulation_steps

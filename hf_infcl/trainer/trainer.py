@@ -16,7 +16,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from ..data.collator import normalised
 from ..data.loader import checked_batches
-from ..data.replay import epochs_of, is_own
+from ..data.replay import is_own
 from ..data.store import all_parts, check_has_rows, most_captions
 from ..evaluation.metrics import Found
 from ..models.dual_encoder import DualEncoder
@@ -268,8 +268,7 @@ class InfCLTrainer(Trainer):
         # `first_position` warns of those of intervals, and the micro-batch decides nothing.
         with patch("transformers.trainer.compare_trainer_and_checkpoint_args", lambda *_: None):
             counted = super()._init_training_state(*args)
-        epochs = partial(epochs_of, self.train_dataset, self.args)
-        return self.resumption.first_position(self.state, self.args, epochs, counted)
+        return self.resumption.first_position(self, counted)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         # No forward may run here, because on resume Trainer restores the random state after this call.
