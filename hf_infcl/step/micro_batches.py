@@ -4,20 +4,18 @@ Windows of the training are tried with the largest shapes: both passes and the l
 """
 
 import copy
-import functools
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import convert_outputs_to_fp32
 from accelerate.utils.memory import clear_device_cache
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers.utils import logging
 
@@ -266,8 +264,8 @@ class Trials:
 
     def __call__(self, trial: Trial) -> tuple[int, int]:
         """Tries a window, as an `Attempt`; beside it, the optimizer and what else a step takes have their memory."""
-        context, model, device = self._context, self._context.encoder.model, self._context.args.device
-        args = copy.copy(context.args)
+        context, accelerator, device = self._context, self._context.accelerator, self._context.args.device
+        model, args = context.encoder.model, copy.copy(context.args)
         args.retain_graphs = str(trial.graphs)
         args.skip_nonfinite = 1  # a loss that is not finite is the training's to refuse
         # Those that only look, or keep what they have seen, would take the trial for a step.
@@ -275,7 +273,9 @@ class Trials:
         others = term_parameters(context.extensions)
         batch = repeated(self._batch, trial.micro_batch)
         count = min(-(-self._pairs // trial.micro_batch), max(trial.graphs, trial.texts) + 1)
-        with undone(model, device, others), alone(), _as_prepared(model, context.accelerator):
+        in_precision = convert_outputs_to_fp32(accelerator.autocast()(model.forward))  # as accelerate will prepare it
+        prepared = patch.object(model, "forward", in_precision)
+        with undone(model, device, others), alone(), prepared, patch.object(accelerator, "scaler", None):
             changed = replace(context, args=args, extensions=changing)
             step = WindowStep(changed, model, phases=Phases())
             step.windows = 1  # the first one of a training is looked at more closely
@@ -300,20 +300,6 @@ class Trials:
         of_features = 4 * encoder.width() * (4 * args.global_batch_size + 8 * self._pairs)
         total = torch.cuda.get_device_properties(args.device).total_memory
         return int(trained * of_each + loaded * of_inputs + of_features + MARGIN * total)
-
-
-@contextmanager
-def _as_prepared(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
-    """The context in which a model computes in the precision of the training, as accelerate will prepare it."""
-    forward = model.forward
-
-    @functools.wraps(forward)
-    def in_precision(*inputs: object, **named: object) -> Any:
-        with accelerator.autocast():
-            return convert_outputs_to_fp32(forward)(*inputs, **named)
-
-    with patch.object(model, "forward", in_precision), patch.object(accelerator, "scaler", None):
-        yield
 
 
 def release_memory() -> None:
