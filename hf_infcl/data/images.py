@@ -344,8 +344,7 @@ def find_error(value: Mapping[str, Any]) -> str | None:
 
 def read_encoded(value: Mapping[str, Any]) -> bytes:
     """The contents of the file of an undecoded value of `datasets.Image`, which has its ``bytes`` or its ``path``."""
-    contents: bytes | None = value["bytes"]
-    if contents is not None:
+    if (contents := value["bytes"]) is not None:
         return contents
     if (path := value["path"]) is None:
         raise ValueError("it has neither contents nor a path")

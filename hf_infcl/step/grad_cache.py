@@ -8,7 +8,7 @@ knows callables and tensors: a function that encodes a micro-batch, and a loss o
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
@@ -42,19 +42,16 @@ def random_state_kept(device: torch.device, seed: int | None = None) -> Iterator
     """
     # Without a device any type that torch knows will do, because None is allowed only since torch 2.13.
     devices, kind = ((), "cuda") if device.type == "cpu" else ((device.index or 0,), device.type)
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the generator that other code draws from
-    with torch.random.fork_rng(devices=devices, device_type=kind):
-        try:
-            if seed is not None:
-                # torch's own function is slower: it queues the seed, with the stack, for accelerators not used yet.
-                seed_torch = torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed
-                seed_torch(seed)
-                random.seed(seed)
-                np.random.seed(seed % 2**32)  # noqa: NPY002  # it takes 32 bits
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)  # noqa: NPY002
+    with torch.random.fork_rng(devices=devices, device_type=kind), ExitStack() as after:
+        after.callback(random.setstate, random.getstate())
+        after.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 - that other code draws from
+        if seed is not None:
+            # torch's own function is slower: it queues the seed, with the stack, for accelerators not used yet.
+            seed_torch = torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed
+            seed_torch(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)  # noqa: NPY002  # it takes 32 bits
+        yield
 
 
 def undoing(model: Any, others: Iterable[Tensor] = ()) -> Callable[[], None]:
@@ -77,12 +74,9 @@ def undoing(model: Any, others: Iterable[Tensor] = ()) -> Callable[[], None]:
 @contextmanager
 def undone(model: Any, device: torch.device, others: Iterable[Tensor] = ()) -> Iterator[None]:
     """A context after which the random generators continue as before it, too; see `undoing`."""
-    undo = undoing(model, others)
-    try:
-        with random_state_kept(device):
-            yield
-    finally:
-        undo()
+    with ExitStack() as after, random_state_kept(device):
+        after.callback(undoing(model, others))
+        yield
 
 
 # ---- Inputs from host memory, one micro-batch ahead of the computation ----
@@ -236,7 +230,6 @@ class CachedWindow(Generic[MicroBatchT]):
 
     Attributes:
         order: the indices of the micro-batches in the order in which both passes encode them.
-        kept: the number of micro-batches whose graph is kept.
         loss: the detached loss, once `differentiate` has computed it.
         gradients: those of the features of the whole window, each [all rows, ...], or None where none is needed, once
             `differentiate` has computed them.
@@ -258,8 +251,8 @@ class CachedWindow(Generic[MicroBatchT]):
         self._encode, self._device, self._keep_grad_mode, self._alike = encode, device, keep_grad_mode, alike
         self._buffers = list(buffers)
         self._micro_batches = dict(enumerate(micro_batches))  # that are still to be encoded
-        self.kept = max(1, min(retain, count))
-        self._with_graph, self._recomputed = range(self.kept), range(self.kept, count)
+        kept = max(1, min(retain, count))
+        self._with_graph, self._recomputed = range(kept), range(kept, count)
         self.order = [*self._recomputed, *self._with_graph, *self._recomputed]
         # Drawn for all micro-batches at once, so that the masks of dropout do not depend on the order of encoding.
         self._seeds: list[int] = torch.randint(2**63 - 1, (count,)).tolist()

@@ -92,8 +92,7 @@ class StepRecording:
                 logger.warning("The model is not replayed as CUDA graphs: %s", error)
         if key not in self._recordings:
             return embed(forward, batch, frozen_outputs)
-        outputs: Features = _Replayed.apply(self._recordings[key], *tensors, *trained)
-        return outputs
+        return _Replayed.apply(self._recordings[key], *tensors, *trained)
 
     def _is_as_before(self) -> bool:
         """Whether all is as in the last window that a recording depends on beside inputs and the values of weights."""
@@ -126,21 +125,19 @@ class StepRecording:
 class _Recording:
     """The CUDA graphs of a function's forward and backward, and the memory that they read and write."""
 
-    def __init__(
-        self, function: Callable[..., Features], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
-    ) -> None:
+    def __init__(self, function: Callable[..., Features], inputs: Sequence[Tensor], trained: Sequence[Tensor]) -> None:
         self.inputs = [one.clone() for one in inputs]
         # While recording, some versions of transformers would create masks that they otherwise leave out.
         with patch.object(import_utils, "is_cuda_stream_capturing", lambda: False):
             for _ in range(2):  # kernels are chosen and compiled, which is impossible while recording
                 outputs = function(*self.inputs)
-                torch.autograd.grad(outputs, parameters, [one.detach() for one in outputs], allow_unused=True)
+                torch.autograd.grad(outputs, trained, [one.detach() for one in outputs], allow_unused=True)
                 del outputs
             with capturing() as capture:
                 outputs = function(*self.inputs)
                 self.output_gradients = [torch.empty_like(one) for one in outputs]
                 capture.interrupt()
-                self.gradients = torch.autograd.grad(outputs, parameters, self.output_gradients, allow_unused=True)
+                self.gradients = torch.autograd.grad(outputs, trained, self.output_gradients, allow_unused=True)
         self.forward, self.backward = capture.graphs
         self.outputs = [one.detach() for one in outputs]
 

@@ -1,7 +1,7 @@
 """What DDP and FSDP2 need so that a window of several micro-batches has one loss and one exact gradient."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
@@ -112,13 +112,11 @@ class FSDP2(Wrapper):
 
     synchronises = True
 
-    @contextlib.contextmanager
-    def gradient_sync(self, last: bool) -> Iterator[None]:
+    def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         self.model.set_requires_gradient_sync(last)
-        try:
-            yield
-        finally:
-            self.model.set_requires_gradient_sync(True)
+        after = contextlib.ExitStack()
+        after.callback(self.model.set_requires_gradient_sync, True)
+        return after
 
 
 def gathered(model: nn.Module, parts: Iterable[nn.Module]) -> set[nn.Module]:

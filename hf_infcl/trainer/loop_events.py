@@ -94,10 +94,9 @@ class Progress:
         return self._operations[shapes]
 
 
-def trained_seconds(state: TrainerState) -> float:
+def trained_seconds(state: Any) -> float:
     """The seconds of a training up to its last log or checkpoint, or to its end."""
-    kept: Any = state.stateful_callbacks
-    return float(kept.get(_SECONDS, 0.0))
+    return float(state.stateful_callbacks.get(_SECONDS, 0.0))
 
 
 # ---- Its end: by a signal, or by a metric that no longer improves ----
@@ -155,10 +154,9 @@ class EarlyStopping(EarlyStoppingCallback):
             super().on_evaluate(args, state, control, metrics, **more)
 
 
-def _count(state: TrainerState) -> int:
+def _count(state: Any) -> int:
     """The evaluations without improvement before the training was resumed."""
-    kept: Any = state.stateful_callbacks
-    saved = kept.get(EarlyStopping.__name__, {}) if state.global_step else {}
+    saved = state.stateful_callbacks.get(EarlyStopping.__name__, {}) if state.global_step else {}
     return int(saved.get("attributes", {}).get("early_stopping_patience_counter", 0))
 
 

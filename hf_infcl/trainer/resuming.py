@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch.utils.data import IterableDataset
-from transformers import TrainerState
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
@@ -172,10 +171,9 @@ class Resumption:
             state.best_model_checkpoint = self.checkpoint
         return control.should_training_stop or is_complete
 
-    def _lacks_evaluation(self, state: TrainerState, args: InfCLTrainingArguments) -> bool:
+    def _lacks_evaluation(self, state: Any, args: InfCLTrainingArguments) -> bool:
         """Whether a signal cut off the evaluation after the step of the checkpoint."""
-        kept: Any = state.stateful_callbacks
-        due = kept.get("TrainerControl", {}).get("args", {}).get("should_evaluate")
+        due = state.stateful_callbacks.get("TrainerControl", {}).get("args", {}).get("should_evaluate")
         return self.checkpoint is not None and bool(due) and args.eval_strategy != "no"
 
     def first_position(self, trainer: Any, counted: Position) -> Position:
