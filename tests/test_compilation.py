@@ -12,6 +12,7 @@ from helpers.processes import on_ranks
 from helpers.trainers import StopAt, parameters, trained, trainer_for, whole_weights
 from helpers.wrappers import FSDP, needs_fsdp
 from torch._dynamo.backends.debugging import aot_eager
+from torch.distributed.tensor import DTensor
 from torch.utils.data import default_collate
 from transformers.activations import QuickGELUActivation
 
@@ -233,6 +234,7 @@ def rank_sharded(rank: int, world_size: int, folder: str, backend: str) -> None:
             trainer = run(folder, **options | more)
         assert trainer.window_step.compilation.decided == decided
         assert not any("forward" in vars(module) for module in trainer.model.modules()), "what is compiled stays"
+        assert all(isinstance(p, DTensor) for p in trainer.model.parameters()), "an evaluation leaves them whole"
         messages = [call.args[0] for call in told.call_args_list]
         return torch.cat([p.flatten() for p in whole_weights(trainer.model).values()]), messages
 
@@ -254,7 +256,7 @@ def rank_sharded(rank: int, world_size: int, folder: str, backend: str) -> None:
         assert torch.equal(resumed, compiled)
         monkeypatch.setattr(compilation, "ENOUGH", 0.0)
         monkeypatch.setattr(compilation, "BACKEND", failing_in_backward if rank else aot_eager)
-        eager, told = weights(compilation.NOTHING)
+        eager, told = weights(compilation.NOTHING, **evaluating)
         assert torch.equal(eager, expected)
         assert ["The layers could not be compiled" in message for message in told] == [True] * (rank == 0)
 

@@ -94,9 +94,11 @@ def fsdp_tower_methods(encoder: DualEncoder) -> Iterator[None]:
     """A context in which FSDP2 gathers the parameters for the methods of the two towers, as for forward.
 
     Outside of the context, the methods must be those of the class: CLIP's forward calls them, and FSDP2 would release
-    the parameters of the whole model after the first call.
+    the parameters of the whole model after the first call. What the last call has left is released as well: a step
+    reads which parameters the model has before its first forward.
     """
     with contextlib.ExitStack() as stack:
+        stack.callback(reshard, encoder.model)
         for name in ("get_image_features", "get_text_features") if isinstance(encoder.model, FSDPModule) else ():
             register_fsdp_forward_method(encoder.model, name)
             stack.callback(delattr, encoder.model, name)
