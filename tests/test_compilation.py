@@ -13,6 +13,7 @@ from helpers.trainers import StopAt, parameters, trained, trainer_for, whole_wei
 from helpers.wrappers import FSDP, needs_fsdp
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.tensor import DTensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.data import default_collate
 from transformers.activations import QuickGELUActivation
 
@@ -267,6 +268,48 @@ def test_sharded_layers_are_compiled_or_computed_as_they_are(fresh_ranks, tmp_pa
 
 
 # ---- Resumes ----
+
+
+def sums_of(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Sums of rows, as of a bias's gradient, and others."""
+    return x.sum([0], keepdim=True), x.sum([0], keepdim=True, dtype=torch.float32), x.sum([0]), x.sum([1], keepdim=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_products_sum_the_rows_of_gradients_of_half_precision(device, dtype):
+    x = 1 + torch.randn(3_000, 24, device=device).to(dtype)
+    traced = make_fx(sums_of, tracing_mode="symbolic")(x)
+    compilation.BiasSums()(traced.graph)
+    traced.recompile()
+    products = [node for node in traced.graph.nodes if node.target is torch.ops.aten.mm.default]
+    assert len(products) == (0 if dtype == torch.float32 else 2)
+    for rows in (x, x[:1_700]):  # the graph is one of any number of rows
+        for got, want in zip(traced(rows), sums_of(rows), strict=True):
+            assert (got.dtype, got.shape) == (want.dtype, want.shape)
+        exact = rows.double().sum(0)
+        for got in traced(rows)[:2]:
+            assert ((got[0] - exact).norm() / exact.norm()).item() < torch.finfo(dtype).eps
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_compiler_sums_the_gradients_of_biases_by_products():
+    products = []
+
+    class Counted(compilation.BiasSums):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            before = len(graph.nodes)
+            super().__call__(graph)
+            products.append(len(graph.nodes) > before)
+
+    layer, x = torch.nn.Linear(64, 64, device="cuda"), torch.randn(4, 50, 64, device="cuda")
+    with (
+        mock.patch.object(compilation, "BiasSums", Counted),
+        torch._inductor.config.patch(force_disable_caches=True),
+        torch.autocast("cuda", torch.bfloat16),
+    ):
+        compilation._compiled("image", [layer])[layer](x).sum().backward()
+    assert products == [False, True]  # of the forward's graph and of the backward's
 
 
 def test_a_resume_does_what_the_training_did(tmp_path, compiler, monkeypatch):

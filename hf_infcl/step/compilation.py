@@ -17,7 +17,10 @@ from unittest.mock import patch
 
 import torch
 import torch._functorch.config
+import torch._inductor.config
 from torch import Tensor, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph
 from transformers.utils import logging
 
 from ..models.dual_encoder import NO_TEXTS
@@ -38,6 +41,7 @@ BACKEND = "inductor"
 # computed again: on an H200, graphs of a ViT-B/16 take 45 GiB for 1,024 pairs instead of 68, and a step 1.3% longer. A
 # graph that fits in their place saves a forward, a third of its micro-batch's time.
 _KEPT = 0.8
+_ONES = 16  # rows of ones; tensor cores compute no fewer
 _NUMBERS = itertools.count()  # of the functions that are compiled
 
 logger = logging.get_logger(__name__)
@@ -170,6 +174,36 @@ class LayerCompilation:
             torch.autograd.grad(output, [first] * first.requires_grad + trained, output.detach(), allow_unused=True)
 
 
+class BiasSums(CustomGraphPass):
+    """Sums the rows of a gradient, for that of a bias, by a product with ones: a pass of the compiler over its graphs.
+
+    The product reads them once, at the rate of the memory. The compiler's own sums take 1.7 times as long, and before
+    an activation they compute its derivative again: of a ViT-B/16's step of 290 ms on an H200 they take 14.7.
+    """
+
+    def uuid(self) -> str:  # for what the compiler keeps on the disk
+        return f"{__name__} 1"
+
+    def __call__(self, graph: Graph) -> None:
+        aten: Any = torch.ops.aten
+        for total in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
+            gradient, dims, *keeps = total.args
+            value = gradient.meta["val"]
+            # Not of fp32, whose products may be rounded to TF32.
+            if dims != [0] or keeps != [True] or value.ndim != 2 or value.dtype not in (torch.bfloat16, torch.float16):
+                continue
+            with graph.inserting_before(total):
+                rows = graph.call_function(aten.sym_size.int, (gradient, 0))
+                like = {"dtype": value.dtype, "device": value.device}
+                ones = graph.call_function(aten.full.default, ([_ONES, rows], 1), like)
+                sums = graph.call_function(aten.mm.default, (ones, gradient))
+                first = graph.call_function(aten.slice.Tensor, (sums, 0, 0, 1))
+                dtype = total.kwargs.get("dtype", value.dtype)  # in which autocast rounds it like the bias
+                first = graph.call_function(torch.ops.prims.convert_element_type.default, (first, dtype))
+            total.replace_all_uses_with(first)
+            graph.erase_node(total)
+
+
 def _call(layer: nn.Module, *args: object, **kwargs: object) -> Any:
     return layer._call_impl(*args, **kwargs)
 
@@ -186,6 +220,9 @@ def _compiled(name: str, layers: Iterable[nn.Module], *, sharded: bool) -> dict[
     """
     code = (_call_forward if sharded else _call).__code__.replace(co_name=f"_call_{name}_{next(_NUMBERS)}")
     options: Any = {"recompile_limit": 32} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
+    if BACKEND == "inductor":  # also where another thread runs the backward, which compiles its graph
+        sums = torch._inductor.config.post_grad_custom_pre_pass or BiasSums()
+        options["options"] = {"post_grad_custom_pre_pass": sums}
     function: Any = torch.compile(FunctionType(code, globals(), code.co_name), backend=BACKEND, **options)
     return {layer: partial(function, layer.forward if sharded else layer) for layer in layers}
 
