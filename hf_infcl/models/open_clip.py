@@ -95,28 +95,21 @@ class Loaded(NamedTuple):
 
 @asks_hub_once
 def load(
-    checkpoint: str,
-    open_clip_model: str | None = None,
-    *,
-    merges: bool = True,
-    new_weights: Sequence[str] = (),
-    seed: int = 0,
-    tokenizer: str | None = None,
+    checkpoint: str, open_clip_model: str | None = None, *, tokenizer: str | None = None, **options: Any
 ) -> Loaded:
     """Loads the model and the processor. The model is in fp32 for the optimizer, whatever dtype its checkpoint has.
 
     Args:
         checkpoint: a folder or a Hub id, also of OpenCLIP or of adapters, or a .pt of OpenCLIP's training.
         open_clip_model: see `load_open_clip`.
-        merges, new_weights, seed, tokenizer: see `pretrained.load_model`.
+        tokenizer, options: the ``tokenizer``, ``merges``, ``new_weights`` and ``seed`` of `pretrained.load_model`.
 
     Raises:
         ValueError: they cannot be loaded, or weights are missing.
     """
     if not pretrained.is_of_open_clip(checkpoint, open_clip_model):
-        options: Any = {"merges": merges, "new_weights": new_weights, "seed": seed, "tokenizer": tokenizer}
-        return Loaded(*pretrained.load_model(checkpoint, dtype=torch.float32, **options))
-    if new_weights:
+        return Loaded(*pretrained.load_model(checkpoint, dtype=torch.float32, tokenizer=tokenizer, **options))
+    if options.get("new_weights"):
         raise ValueError(f"--new_weights is for models in transformers' format, and {checkpoint!r} is not. Omit it.")
     loaded = _loaded(checkpoint, open_clip_model, tokenizer)
     return loaded._replace(model=loaded.model.float())

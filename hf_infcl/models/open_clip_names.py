@@ -203,10 +203,8 @@ def _tower_fields(config: Any, sizes: Mapping[str, tuple[str, int]]) -> dict[str
 
 def mlp_ratio(hidden: int, width: int) -> float:
     """A ratio for which int(width · ratio) is the width of the hidden layer, as OpenCLIP and timm compute it."""
-    ratio = hidden / width
-    while int(width * ratio) < hidden:
-        ratio = math.nextafter(ratio, math.inf)
-    return ratio
+    ratio = hidden / width  # of which the product may be below the width by a rounding error
+    return ratio if int(width * ratio) == hidden else math.nextafter(ratio, math.inf)
 
 
 def _timm_fields(config: Any) -> dict[str, Any]:
