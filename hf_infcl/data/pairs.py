@@ -105,9 +105,8 @@ class PairSource:
     @property
     def options(self) -> dict[str, Any]:
         """The options that decide about the items, for the record of a training."""
-        columns = "image_column", "caption_column", "pair_id_column"
-        names = *columns, "on_bad_sample", "augmentation", "min_side", "seed", "all_captions"
-        return {name: getattr(self, name) for name in names}
+        names = "image_column caption_column pair_id_column on_bad_sample augmentation min_side seed all_captions"
+        return {name: getattr(self, name) for name in names.split()}
 
     @property
     def optional_keys(self) -> set[str]:

@@ -252,7 +252,6 @@ class PartFiles:
 
     def __init__(self, folder: Path, kind: str, parts: int, format: str) -> None:
         self._paths = [folder / f"{kind}-{part:05}-of-{parts:05}.{format}" for part in range(parts)]
-        self._format = format
 
     def lacks(self, part: int) -> bool:
         return not self._paths[part].exists()
@@ -260,7 +259,7 @@ class PartFiles:
     def write(self, part: int, keys: Sequence[str], values: np.ndarray, **columns: Sequence[str]) -> None:
         known_by = {"keys" if name == "names" else name: words for name, words in columns.items()}
         with written_whole(self._paths[part]) as partial_path:
-            if self._format == "parquet":
+            if self._paths[part].suffix == ".parquet":
                 import pyarrow as pa
                 import pyarrow.parquet as pq
 

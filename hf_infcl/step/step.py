@@ -260,7 +260,7 @@ class WindowStep:
             forward, self._asks = asked_for_loss(self.context, self._model), False
         encode = self.recording.encode if alone and forward is self._model else self.context.encoder.embed
         embeds: Features = encode(forward, inputs, frozen_outputs)
-        if micro_batch.references is None:  # in the first pass
+        if not micro_batch.references:  # in the first pass
             micro_batch.references = [term.reference(inputs, frozen_outputs or {}) for term in self._terms]
         return embeds
 
@@ -277,8 +277,7 @@ class WindowStep:
     def _select(self, window: Window, features: Features) -> Tensor | None:
         selected: Tensor | None = None
         for selection in self._selections:
-            chosen = selection.select(window, features, *self.context.encoder.scale_and_bias())
-            if chosen is not None:
+            if (chosen := selection.select(window, features, *self.context.encoder.scale_and_bias())) is not None:
                 extensions.check_mask(selection, "select", chosen, len(features[0]))
                 selected = chosen if selected is None else selected & chosen
         if selected is not None and not selected.any():
@@ -297,8 +296,7 @@ class WindowStep:
         values = []
         # The other processes learn of an error here when they exchange the inputs of the loss.
         with self._announced():
-            for number, term in enumerate(self._terms):
-                of_micro_batches = [(m.references or [])[number] for m in micro_batches]
+            for term, *of_micro_batches in zip(self._terms, *(m.references for m in micro_batches), strict=True):
                 given = in_order if term.in_order else features
                 values.append(extensions.value_of_term(term, given, of_micro_batches))
         self.may_repeat = self.repeats and self.context.args.world_size == 1
@@ -360,8 +358,7 @@ class WindowStep:
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """The states of the extensions that have one, by their names; collective."""
-        states = {extension.name: extensions.checked_state(extension) for extension in self.extensions}
-        return {name: state for name, state in states.items() if state}
+        return {one.name: state for one in self.extensions if (state := extensions.checked_state(one))}
 
     def load_state_dict(self, states: Mapping[str, Mapping[str, object]]) -> None:
         """Lets the extensions go on from states of `state_dict`; those without one begin anew."""

@@ -129,7 +129,7 @@ class MicroBatch:
     """Keeps the outputs of the frozen towers for a batch of the data loader, and what each term compares it with."""
 
     frozen_outputs: dict[str, Any] = field(default_factory=dict)
-    references: list[Features] | None = None  # until the first pass
+    references: list[Features] = field(default_factory=list)  # from the first pass on
 
 
 @dataclass(eq=False, repr=False)

@@ -49,16 +49,14 @@ def class_vectors(dataset: ZeroShotDataset, context: Context, processing_class: 
     Raises a ValueError if neither of them has a tokenizer, or a token has no embedding.
     """
     encoder, collator, processes = context.encoder, context.collator, Processes()
-    tokenize: Callable[[list[str]], dict[str, Tensor]] | None = getattr(collator, "tokenize", None)
-    if tokenize is None:
+    if getattr(collator, "tokenize", None) is None:
         if not hasattr(processing_class, "tokenizer"):
             raise ValueError(
                 f"The prompts of the classes must be tokenized, but the data collator, a {type(collator).__name__}, "
                 f"has no method tokenize(texts), and the processing_class, a {type(processing_class).__name__}, has no "
                 "tokenizer. Pass processing_class=AutoProcessor.from_pretrained(...), beside any data_collator."
             )
-        config = getattr(encoder.model, "config", None)
-        tokenize = ContrastiveCollator.for_model(processing_class, config).tokenize
+        collator = ContrastiveCollator.for_model(processing_class, getattr(encoder.model, "config", None))
     prompts, places = tasks.distinct(dataset.prompts())
     size = context.args.per_device_eval_batch_size
     # All ranks encode equally often, because under FSDP a forward communicates. The shares follow the order of the
@@ -70,13 +68,13 @@ def class_vectors(dataset: ZeroShotDataset, context: Context, processing_class: 
         at_once = 1
         # A forward of few tokens takes as long as its kernels take to be launched, so one has as many prompts as have
         # the tokens of a batch of the longest captions. A tokenizer of one's own may return what cannot be padded.
-        if padding and (longest := tokenize([max(prompts, key=len)])).keys() <= padding.keys():
+        if padding and (longest := collator.tokenize([max(prompts, key=len)])).keys() <= padding.keys():
             at_once = min(MOST_PROMPTS, max(1, collator.max_length // longest["input_ids"].shape[1]))
         encoded = []
         for first in range(0, of_each, size * at_once):
             part = share[first : first + size * at_once]
             # A few at a time, because Python's garbage collector would go through long lists again and again.
-            batches = [tokenize(part[start : start + size]) for start in range(0, len(part), size)]
+            batches = [collator.tokenize(part[start : start + size]) for start in range(0, len(part), size)]
             tokens, most = batches[0], max(batch["input_ids"].shape[1] for batch in batches)
             if len(batches) > 1:
                 tokens = {n: torch.cat([widened(batch[n], most, padding[n]) for batch in batches]) for n in tokens}
