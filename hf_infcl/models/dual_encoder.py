@@ -91,12 +91,11 @@ def remembered(tower: nn.Module, outputs: dict[Any, object], name: Hashable) -> 
 
     Whatever hooks of checkpointing or of peft do to its embeddings, its output gets no graph.
     """
-    forward = tower.forward
+    forward, is_stored, stored = tower.forward, name in outputs, outputs.get(name)
 
     def once(*args: object, **kwargs: object) -> Any:
-        if name in outputs:
-            output = outputs[name]  # into which a model may write the projection
-            return BaseModelOutputWithPooling(**output) if isinstance(output, BaseModelOutputWithPooling) else output
+        if is_stored:  # a copy, because a model may write the projection into it
+            return BaseModelOutputWithPooling(**stored) if isinstance(stored, BaseModelOutputWithPooling) else stored
         with torch.no_grad():
             full = forward(*args, **kwargs)
         outputs[name] = full
@@ -114,7 +113,8 @@ def _evaluation_mode(module: nn.Module | None) -> Iterator[None]:
     """Within the context the module, if there is one, is in evaluation mode with all its parts."""
     with contextlib.ExitStack() as stack:
         for part in () if module is None else module.modules():
-            stack.enter_context(patch.object(part, "training", False))
+            stack.callback(setattr, part, "training", part.training)
+            part.training = False
         yield
 
 
@@ -154,6 +154,7 @@ class DualEncoder:
         of_others = not (getattr(forward, "__module__", None) or "").startswith(("transformers.", "hf_infcl."))
         self.has_own_forward = (of_others or bool(self.base._forward_hooks)) and not self.kind.smooths_labels
         self._divides = self.kind.temperature == "temperature"
+        self._return_dict = return_dict_for(self.base)
         self._placeholders: dict[Any, object] = {}  # by dtype and device of the text tower, see `_without_texts`
         self.pooling = Pooling.of_tower(self.towers().get("text"))
         self._same_embeddings = SameEmbeddings(self.pooling)
@@ -272,7 +273,7 @@ class DualEncoder:
             if frozen_outputs is not None:
                 for name, tower in self.frozen_towers().items():
                     stack.enter_context(remembered(tower, frozen_outputs, name))
-            outputs = forward(**inputs, **return_dict_for(self.base))
+            outputs = forward(**inputs, **self._return_dict)
         images, texts = embeds_of(outputs, self.base)
         return images, texts[:0] if no_texts else texts
 
