@@ -2,13 +2,14 @@
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from accelerate import Accelerator
 from helpers import models
 from helpers.parity import MODELS
 from helpers.shards import write_tars
@@ -357,6 +358,34 @@ def test_a_trial_changes_nothing(tmp_path):
     assert torch.equal(torch.get_rng_state(), state)
     assert model.forward == forward
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_trial_that_runs_out_of_memory_leaves_no_autocast(tmp_path):
+    """As `Accelerator.autocast` does after an error in it, before accelerate 1.11."""
+    model = models.clip()
+    entered: list[Any] = []
+    seen: list[tuple[int, bool]] = []
+
+    @contextlib.contextmanager
+    def of_older_accelerate(accelerator: Any) -> Iterator[None]:
+        entered.append(accelerator)
+        yield
+        entered.pop()
+
+    def limit(tower: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        seen.append((len(kwargs["pixel_values"]), torch.is_autocast_enabled("cpu")))
+        if len(kwargs["pixel_values"]) > 5:
+            raise torch.OutOfMemoryError("Tried to allocate too much.")
+
+    model.vision_model.register_forward_pre_hook(limit, with_kwargs=True)
+    trainer = trainer_for(tmp_path, model, **OPTIONS, global_batch_size=16, bf16=True, data=models.Pairs(64))
+    with measured(), mock.patch.object(Accelerator, "autocast", of_older_accelerate):
+        finding.find_micro_batches(trainer.context, None, trainer.get_train_dataloader)
+    assert trainer.args.per_device_train_batch_size == 4
+    assert {pairs for pairs, _ in seen} >= {4, 8}
+    assert all(in_bf16 for _, in_bf16 in seen)
+    assert not entered
+    assert not torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.parametrize("kind", ["longest", "max_length", "unknown"])

@@ -299,7 +299,8 @@ class ContrastiveCollator:
 def _check_kinds(items: Sequence[Mapping[str, object]]) -> None:
     """Raises a ValueError if only some of the items have a key that all items of a batch have, or none."""
     for key in ("caption", "pair_id", "skipped", "label", "image_features", "at_start"):
-        if 0 < (count := sum(key in item for item in items)) < len(items):
+        count = sum(key in item for item in items)
+        if 0 < count < len(items):
             raise ValueError(
                 f"{key!r} is in {count} of {len(items)} items of a batch, and not in the others. Create all datasets "
                 "that you combine with the same options, such as pair_id_column and on_bad_sample."

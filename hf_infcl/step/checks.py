@@ -128,7 +128,7 @@ class NumberChecks:
             bad = (~rows).nonzero().flatten().tolist()
             places_of_rows = [(index, row) for index, size in enumerate(sizes) for row in range(size)]
             places = [places_of_rows[row] for row in bad[:_MOST_NAMES]]
-            # Not of texts that are more than the images: several captions or negative ones.
+            # With several captions of an image, or negative ones, the places of texts are not those of rows.
             rows_known = window.rows_at(places) if sizes == window.sizes[0] else []
             known = [f" ({row} of the training set)" for row in rows_known] or [""] * len(places)
             named = [f"micro-batch {index}, row {row}{name}" for (index, row), name in zip(places, known, strict=True)]

@@ -30,7 +30,7 @@ from ..options.arguments import InfCLTrainingArguments
 from ..options.record import RunRecord
 from ..processes.collectives import Processes
 from .grad_cache import undone
-from .terms import Context
+from .terms import Context, autocast
 from .window import Window
 from .wrappers import Wrapper, gathered
 
@@ -166,8 +166,8 @@ class LayerCompilation:
         first = args[0].detach().requires_grad_(any(p.requires_grad for p in others))
         # The hooks of FSDP would exchange gradients, and it computes without autocast.
         call = layer.forward if self._sharded else layer
-        autocast = nullcontext() if self._sharded else self._context.accelerator.autocast()
-        with torch.set_grad_enabled(first.requires_grad or bool(trained)), autocast:
+        precision = nullcontext() if self._sharded else autocast(self._context.accelerator)
+        with torch.set_grad_enabled(first.requires_grad or bool(trained)), precision:
             output = call(first, *args[1:], **kwargs)
         output = output if isinstance(output, Tensor) else output[0]
         if output.requires_grad:

@@ -44,7 +44,7 @@ def random_state_kept(device: torch.device, seed: int | None = None) -> Iterator
     devices, kind = ((), "cuda") if device.type == "cpu" else ((device.index or 0,), device.type)
     with torch.random.fork_rng(devices=devices, device_type=kind), ExitStack() as after:
         after.callback(random.setstate, random.getstate())
-        after.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 - that of other code
+        after.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 - other code draws from it
         if seed is not None:
             # torch's own function is slower: it queues the seed, with the stack, for accelerators not used yet.
             seed_torch = torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed
@@ -333,8 +333,10 @@ class CachedWindow(Generic[MicroBatchT]):
         Unless its graph was kept, the micro-batch is encoded again with the random seed of the first pass. A backward
         with ``create_graph=True`` raises a RuntimeError.
         """
-        with torch.enable_grad():
-            features = self._graphs.pop(index, ()) or self._forward(index, self._micro_batches.pop(index))
+        features = self._graphs.pop(index, None)
+        if features is None:
+            with torch.enable_grad():
+                features = self._forward(index, self._micro_batches.pop(index))
         terms = list(zip(features, self._feature_gradients[index], strict=True))
         if index == len(self._seeds) - 1:
             terms += list(zip(self._parameters(), self._parameter_gradients, strict=True))

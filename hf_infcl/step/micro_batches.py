@@ -31,7 +31,7 @@ from .compilation import may_compile
 from .extensions import LossTerm, StepChange, term_parameters
 from .grad_cache import MARGIN, left_over, random_state_kept, undone
 from .step import WindowStep
-from .terms import Context
+from .terms import Context, autocast
 from .window import Window, repeated, widened
 
 ENOUGH = 256  # pairs of a micro-batch with which a GPU is near its rate
@@ -173,7 +173,7 @@ def largest_that_fits(attempt: Attempt, trial: Trial, name: str, candidates: Seq
                 taken, left = attempt(trial._replace(**{name: candidates[index]}))
                 fits = index + 1
                 if name == "graphs" and index == 0:
-                    # An upper bound, with the texts of several micro-batches, so that one more is always tried.
+                    # It includes the texts of several micro-batches, so it is an upper bound, and one more is tried.
                     of_first, more = taken, max(1, left // max(1, taken))
                 elif name == "graphs":
                     more = left // max(1, (taken - of_first) // index)
@@ -273,8 +273,10 @@ class Trials:
         others = term_parameters(context.extensions)
         batch = repeated(self._batch, trial.micro_batch)
         count = min(-(-self._pairs // trial.micro_batch), max(trial.graphs, trial.texts) + 1)
-        in_precision = convert_outputs_to_fp32(accelerator.autocast()(model.forward))  # as accelerate will prepare it
-        prepared = patch.object(model, "forward", in_precision)
+        forward = model.forward
+        if accelerator.native_amp:  # as accelerate will prepare it
+            forward = convert_outputs_to_fp32(autocast(accelerator)(forward))
+        prepared = patch.object(model, "forward", forward)
         with undone(model, device, others), alone(), prepared, patch.object(accelerator, "scaler", None):
             changed = replace(context, args=args, extensions=changing)
             step = WindowStep(changed, model, phases=Phases())

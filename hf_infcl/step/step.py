@@ -277,7 +277,8 @@ class WindowStep:
     def _select(self, window: Window, features: Features) -> Tensor | None:
         selected: Tensor | None = None
         for selection in self._selections:
-            if (chosen := selection.select(window, features, *self.context.encoder.scale_and_bias())) is not None:
+            chosen = selection.select(window, features, *self.context.encoder.scale_and_bias())
+            if chosen is not None:
                 extensions.check_mask(selection, "select", chosen, len(features[0]))
                 selected = chosen if selected is None else selected & chosen
         if selected is not None and not selected.any():

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from accelerate.utils import get_mixed_precision_context_manager
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -139,7 +140,7 @@ class KeptFeatures(LossTerm):
             return inputs["start_images"], inputs["start_texts"]
         # A forward writes the projection into the output that it gets, which the second pass needs as it is.
         outputs = {name: type(output)(**output) for name, output in frozen_outputs.items()}
-        with torch.no_grad(), self._accelerator.autocast():
+        with torch.no_grad(), autocast(self._accelerator):
             return self._start.embed(self._start.model, inputs, outputs)
 
     def value(self, features: Features, references: Features) -> Tensor:
@@ -190,7 +191,6 @@ class PositiveCosines(StepObserver):
 
     def __init__(self) -> None:
         # The sums over this process's images, and their numbers, [2, 1] fp32; with replay of all, new and old, [2, 3].
-        self._of_window: Tensor | None = None
         self._of_trained: Tensor | None = None
 
     def after_first_pass(self, window: Window, features: Features) -> None:
@@ -264,6 +264,14 @@ class Context:
     def objective(self) -> str:
         """``"softmax"`` or ``"sigmoid"``: the argument, or else the objective that the model was designed for."""
         return self.args.objective or self.encoder.kind.objective
+
+
+def autocast(accelerator: Accelerator) -> Any:
+    """The context of a forward in the precision of a training, which also ends if memory runs out within it.
+
+    `Accelerator.autocast` would leave autocast on then, before accelerate 1.11.
+    """
+    return get_mixed_precision_context_manager(accelerator.native_amp, accelerator.autocast_handler)
 
 
 # ---- The contrastive loss ----

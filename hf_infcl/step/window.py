@@ -150,10 +150,10 @@ class Window:
     last_has_texts: bool = True
     keeps_loaded: bool = False
     rows_at: Callable[[Sequence[tuple[int, int]]], list[int]] = lambda places: []
-    is_selected: bool = False  # whether it is decided of which pairs the contrastive loss is computed
-    selected: Tensor | None = None  # [images] bool on the CPU, these pairs; None for all
 
     def __post_init__(self) -> None:
+        self.is_selected = False  # whether it is decided of which pairs the contrastive loss is computed
+        self.selected: Tensor | None = None  # [images] bool on the CPU, these pairs; None for all
         self._take(self.batches)
 
     def _take(self, batches: list[Any]) -> None:

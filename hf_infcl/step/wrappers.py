@@ -1,7 +1,7 @@
 """What DDP and FSDP2 need so that a window of several micro-batches has one loss and one exact gradient."""
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -112,11 +112,13 @@ class FSDP2(Wrapper):
 
     synchronises = True
 
-    def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def gradient_sync(self, last: bool) -> Iterator[None]:
         self.model.set_requires_gradient_sync(last)
-        after = contextlib.ExitStack()
-        after.callback(self.model.set_requires_gradient_sync, True)
-        return after
+        try:
+            yield
+        finally:
+            self.model.set_requires_gradient_sync(True)
 
 
 def gathered(model: nn.Module, parts: Iterable[nn.Module]) -> set[nn.Module]:

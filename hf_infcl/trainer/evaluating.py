@@ -14,6 +14,7 @@ import torch
 from accelerate.state import GradientState
 from torch import Tensor
 from torch.utils.data import DataLoader
+from transformers import TrainerState
 from transformers.trainer_utils import EvalLoopOutput, has_length
 from transformers.utils import logging
 
@@ -30,6 +31,7 @@ from ..processes.collectives import AnnouncingDataLoader, Processes, failures_an
 from ..step.grad_cache import random_state_kept
 from ..step.terms import Context
 from ..step.window import widened
+from .loop_events import kept_state
 
 MOST_PROMPTS = 8  # the most batches of prompts that are encoded at once
 
@@ -136,12 +138,11 @@ class Evaluator:
         found: the ranks or scores of the set, once its metrics are computed.
     """
 
-    def __init__(self, context: Context, processing_class: object, state: Any) -> None:
+    def __init__(self, context: Context, processing_class: object, state: TrainerState) -> None:
         self._context, self._processing_class = context, processing_class
         self._encoder, self._accelerator, self._args = context.encoder, context.accelerator, context.args
         self._logged = state.log_history
-        # Trainer keeps this part of its state in checkpoints, so a resumed training has the values as well.
-        before = state.stateful_callbacks.setdefault("scores_before", {})
+        before = kept_state(state).setdefault("scores_before", {})
         self._changes = ScoreChanges(before, state.log_history, at_start=state.global_step == 0)
         self._classifier: Tensor | None = None
         self._type_of_set, self._prefix = "dataset", "eval"
@@ -259,9 +260,10 @@ class Evaluator:
 
     # ---- Metrics ----
 
-    def metrics(self, dataset: object, output: Any) -> dict[str, float]:
+    def metrics(self, dataset: object, output: EvalLoopOutput) -> dict[str, float]:
         """The metrics of a set whose embeddings, or the ranks of its classes, are gathered in ``output``."""
-        predictions, labels = output.predictions, output.label_ids
+        predictions: Any = output.predictions
+        labels: Any = output.label_ids
         self._changes.recognise(self._prefix, labels)
         if of_choices := [part for part in all_parts(dataset) if getattr(part, "kind", "") == "choices"]:
             images, texts, counts = map(self._on_device, (*predictions, labels[0]))

@@ -50,9 +50,9 @@ class Progress:
         self._first_window: list[dict[str, Any]] = []  # the shapes of its micro-batches
         self._of_window: int | None = None  # the operations of the first window; 0 if they cannot be counted
 
-    def keep_seconds(self, state: Any) -> None:
-        """Puts the seconds of the training up to now into the part of Trainer's state that checkpoints keep."""
-        state.stateful_callbacks[_SECONDS] = round(time.perf_counter() - self._began, 3)
+    def keep_seconds(self, state: TrainerState) -> None:
+        """Puts the seconds of the training up to now into `kept_state`."""
+        kept_state(state)[_SECONDS] = round(time.perf_counter() - self._began, 3)
 
     def look_at(self, window: Window) -> None:
         """Keeps the shapes of the first window, before it is trained."""
@@ -94,9 +94,15 @@ class Progress:
         return self._operations[shapes]
 
 
-def trained_seconds(state: Any) -> float:
+def kept_state(state: TrainerState) -> dict[str, Any]:
+    """The part of Trainer's state that checkpoints keep for callbacks, and for others under names of their own."""
+    kept: Any = state.stateful_callbacks
+    return kept
+
+
+def trained_seconds(state: TrainerState) -> float:
     """The seconds of a training up to its last log or checkpoint, or to its end."""
-    return float(state.stateful_callbacks.get(_SECONDS, 0.0))
+    return float(kept_state(state).get(_SECONDS, 0.0))
 
 
 # ---- Its end: by a signal, or by a metric that no longer improves ----
@@ -154,9 +160,9 @@ class EarlyStopping(EarlyStoppingCallback):
             super().on_evaluate(args, state, control, metrics, **more)
 
 
-def _count(state: Any) -> int:
+def _count(state: TrainerState) -> int:
     """The evaluations without improvement before the training was resumed."""
-    saved = state.stateful_callbacks.get(EarlyStopping.__name__, {}) if state.global_step else {}
+    saved = kept_state(state).get(EarlyStopping.__name__, {}) if state.global_step else {}
     return int(saved.get("attributes", {}).get("early_stopping_patience_counter", 0))
 
 

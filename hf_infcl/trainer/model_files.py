@@ -237,7 +237,8 @@ def average_with_start(trainer: Any, start: Weights, *sets: Any, **options: Any)
 
     Raises a ValueError if no checkpoint keeps the weights of the end, for example because the disk was full.
     """
-    if not Processes().agree([checkpoint_of_end(trainer) is not None])[0][0]:
+    kept = checkpoint_of_end(trainer) is not None
+    if not Processes().agree([kept])[0][0]:
         raise ValueError("No checkpoint keeps the weights at the end of the training: use `infcl average` instead.")
     return find_average(trainer, start, *sets, **options)
 

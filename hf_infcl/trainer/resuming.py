@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch.utils.data import IterableDataset
+from transformers import TrainerState
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
@@ -17,7 +18,7 @@ from ..options.record import RECORD_NAME, RunRecord, as_json, options_of_argumen
 from ..processes.collectives import Processes
 from ..step.terms import Context
 from .checkpoints import choose
-from .loop_events import Decisions, why_complete
+from .loop_events import Decisions, kept_state, why_complete
 from .model_files import checkpoint_of_hub_if_named
 
 logger = logging.get_logger(__name__)
@@ -171,9 +172,9 @@ class Resumption:
             state.best_model_checkpoint = self.checkpoint
         return control.should_training_stop or is_complete
 
-    def _lacks_evaluation(self, state: Any, args: InfCLTrainingArguments) -> bool:
+    def _lacks_evaluation(self, state: TrainerState, args: InfCLTrainingArguments) -> bool:
         """Whether a signal cut off the evaluation after the step of the checkpoint."""
-        due = state.stateful_callbacks.get("TrainerControl", {}).get("args", {}).get("should_evaluate")
+        due = kept_state(state).get("TrainerControl", {}).get("args", {}).get("should_evaluate")
         return self.checkpoint is not None and bool(due) and args.eval_strategy != "no"
 
     def first_position(self, trainer: Any, counted: Position) -> Position:
