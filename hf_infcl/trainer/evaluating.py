@@ -29,7 +29,7 @@ from ..models.sharding import failures_announced_unless_sharded, fsdp_tower_meth
 from ..options.declaring import SCHEDULES_BY_METRIC, spelled
 from ..processes.collectives import AnnouncingDataLoader, Processes, failures_announced, gather_rows
 from ..step.grad_cache import random_state_kept
-from ..step.terms import Context
+from ..step.terms import Context, autocast
 from ..step.window import widened
 from .loop_events import kept_state
 
@@ -82,7 +82,7 @@ def class_vectors(dataset: ZeroShotDataset, context: Context, processing_class: 
                 tokens = {n: torch.cat([widened(batch[n], most, padding[n]) for batch in batches]) for n in tokens}
             encoder.check_texts(tokens)  # on the host, where nothing is waited for
             batch = context.prepare_inputs(tokens)
-            with torch.no_grad(), context.accelerator.autocast():
+            with torch.no_grad(), autocast(context.accelerator):
                 encoded.append(encoder.encode_texts(batch, checked=True).float())
     texts = gather_rows(torch.cat(encoded))[places]
     return tasks.zero_shot_classifier(texts, num_templates=len(dataset.templates))
@@ -227,7 +227,7 @@ class Evaluator:
         name: str = getattr(self._encoder.model, "main_input_name", "input_ids")
         if (with_inputs := "inputs" in self._args.include_for_metrics) and name not in batch:
             raise ValueError(f'include_for_metrics=["inputs"] asks for {name}, but a batch has {list(batch)}.')
-        with torch.no_grad(), self._accelerator.autocast():
+        with torch.no_grad(), autocast(self._accelerator):
             if not classified:  # before the forwards, which the checks would wait for if the texts are not on the host
                 self._encoder.check_texts(on_host)
             images = self._encoder.encode_images(batch).float()

@@ -330,8 +330,8 @@ class TrainingData:
             loaded = [{name: value for name, value in batch.items() if name != "pixel_values"} for batch in batches]
             batches = split_batches(batches, self._args.largest_micro_batch)
             keeps = self._args.divides_by_itself or bool(self._args.chosen)
-            dealt: Any = {"last_has_texts": self._processes.grouped, "keeps_loaded": keeps, "rows_at": self.rows_at}
-            self.window = Window(batches, self._text_padding, self._args.texts_together, **dealt)
+            how: Any = {"last_has_texts": self._processes.grouped, "keeps_loaded": keeps, "rows_at": self.rows_at}
+            self.window = Window(batches, self._text_padding, self._args.texts_together, **how)
             # As many as were loaded, also where they have been split.
             given = self.window.batches if len(loaded) == len(self.window) else loaded
             self.given = [(batch, contents(batch)) for batch in given]
