@@ -485,6 +485,14 @@ def rank_found(rank: int, world_size: int, folder: str) -> tuple[Any, ...]:
     trainer = trained(folder, [9, 3][rank], global_batch_size=32)
     with alone():
         assert Processes().world_size == 1
+
+    def attempt(trial: Trial) -> tuple[int, int]:
+        if rank == 0:
+            raise ValueError("broken")
+        return 1, 1
+
+    with pytest.raises([ValueError, OtherRankFailedError][rank], match="broken"):
+        largest_that_fits(attempt, Trial(0), "micro_batch", [1])
     return trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps, parameters(trainer)
 
 
