@@ -845,6 +845,7 @@ parser = functools.cache(PARSERS["train"])
 
 
 @hypothesis.settings(deadline=None)
+@hypothesis.example(values={"report_to": "--", "templates": ["--", "a"]}, flow=False)  # argparse drops the first
 @hypothesis.given(values=st.fixed_dictionaries({}, optional=VALUES), flow=st.booleans())
 @pytest.mark.parametrize("kind", ["yaml", "json"])
 def test_any_value_comes_out_of_a_file_as_it_went_in(tmp_path_factory, kind, values, flow):

@@ -73,8 +73,7 @@ def check_best_metric(namespace: argparse.Namespace) -> None:
         raise ValueError(
             f"{use} needs something to evaluate: pass a set or benchmark to evaluate, such as --eval_dataset."
         )
-    possible = [f"{name}_{metric}" for name, metrics in kinds.items() for metric in metrics]
-    check_metric(namespace, possible)
+    check_metric(namespace, [f"{name}_{metric}" for name, metrics in kinds.items() for metric in metrics])
 
 
 def chooses_model(args: InfCLTrainingArguments, keep: StartOptions) -> bool:

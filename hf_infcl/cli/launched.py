@@ -126,8 +126,7 @@ def warn_once() -> None:
 
     def is_of_this_process(record: logging.LogRecord) -> bool:
         package, _, module = record.name.partition(".")
-        may_differ = package != "hf_infcl" or module.startswith(_OF_ONE_PROCESS)
-        return may_differ or record.levelno > logging.WARNING
+        return package != "hf_infcl" or module.startswith(_OF_ONE_PROCESS) or record.levelno > logging.WARNING
 
     warnings.simplefilter("ignore")
     for handler in filter(None, (logging.lastResort, *logging.root.handlers)):

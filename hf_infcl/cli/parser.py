@@ -377,8 +377,10 @@ class Parser(HfArgumentParser):
             else:
                 texts = text if items is value else [text if str in kinds else value]
                 try:
-                    read = self._get_values(actions[name], list(map(str, texts)))
-                    values[name] = [read] if items is value and not isinstance(read, list) else read
+                    read = [self._get_value(actions[name], str(one)) for one in texts]
+                    for one in read:
+                        self._check_value(actions[name], one)
+                    values[name] = read if items is value or actions[name].nargs == "+" else read[0]
                 except argparse.ArgumentError as error:
                     raise ValueError(f"{path}: {error}") from None
         return values
