@@ -11,10 +11,12 @@ from helpers import models
 from helpers.processes import on_ranks
 from helpers.trainers import StopAt, parameters, trained, trainer_for, whole_weights
 from helpers.wrappers import FSDP, needs_fsdp
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.data import default_collate
+from transformers import TrainerCallback
 from transformers.activations import QuickGELUActivation
 
 from hf_infcl import InfCLTrainer
@@ -77,6 +79,20 @@ def lora() -> Any:
     return peft.get_peft_model(clip(), peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
 
 
+def hooked() -> tf.CLIPModel:
+    """A model with hooks that its other layers do not have."""
+    model = clip()
+    model.vision_model.encoder.layers[0].register_forward_pre_hook(lambda layer, inputs: (1.1 * inputs[0], *inputs[1:]))
+    model.text_model.encoder.layers[-1].mlp.register_forward_hook(lambda mlp, inputs, output: 0.9 * output)
+    return model
+
+
+class HooksLater(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            model.text_model.encoder.layers[0].mlp.register_forward_hook(lambda mlp, inputs, output: 0.9 * output)
+
+
 EVALUATED: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
 
 
@@ -96,6 +112,7 @@ EVALUATED: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "per_dev
         ({"eval_dataset": models.Pairs(10), "eval_on_start": True, **EVALUATED}, 2),  # the last batch has 2 rows
         ({"optimizer": "muon"}, 2),
         ({"model": models.siglip}, 2),
+        ({"model": hooked, "callbacks": [HooksLater()]}, 2),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
 )
@@ -174,8 +191,6 @@ def failing(graph: torch.fx.GraphModule, inputs: Any) -> Any:
 
 
 def failing_in_backward(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-    from torch._dynamo.backends.common import aot_autograd
-
     return aot_autograd(fw_compiler=lambda graph, _: graph.forward, bw_compiler=failing)(graph, inputs)
 
 
@@ -253,8 +268,12 @@ def rank_sharded(rank: int, world_size: int, folder: str, backend: str) -> None:
         start = torch.cat([p.flatten() for p in clip().to(expected.device).parameters()])
         assert (compiled - expected).norm() < 1e-3 * (expected - start).norm()
         monkeypatch.setattr(compilation, "ENOUGH", 1e9)  # what is left is short
-        resumed, _ = weights(compilation.LAYERS, **saving, resume=f"{folder}/checkpoint-2")
+        model, calls = clip(), []
+        if rank == 0 and backend == "gloo":  # on a GPU a layer that is not compiled rounds otherwise
+            model.text_model.encoder.layers[-1].mlp.register_forward_hook(lambda *_: calls.append(1))
+        resumed, _ = weights(compilation.LAYERS, **saving, model=model, resume=f"{folder}/checkpoint-2")
         assert torch.equal(resumed, compiled)
+        assert len(calls) == (1 + 2 * (3 + 1)) * (rank == 0 and backend == "gloo"), "those of the trial and two steps"
         monkeypatch.setattr(compilation, "ENOUGH", 0.0)
         monkeypatch.setattr(compilation, "BACKEND", failing_in_backward if rank else aot_eager)
         eager, told = weights(compilation.NOTHING, **evaluating)
@@ -267,7 +286,7 @@ def test_sharded_layers_are_compiled_or_computed_as_they_are(fresh_ranks, tmp_pa
     fresh_ranks.run(rank_sharded, 2, str(tmp_path), backend, backend=backend, timeout=300)
 
 
-# ---- Resumes ----
+# ---- Sums of rows ----
 
 
 def sums_of(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -280,6 +299,8 @@ def sums_of(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def test_products_sum_the_rows_of_gradients_of_half_precision(device, dtype):
     x = 1 + torch.randn(3_000, 24, device=device).to(dtype)
     traced = make_fx(sums_of, tracing_mode="symbolic")(x)
+    for node in traced.graph.nodes:
+        node.meta["partitioner_tag"] = "is_backward"
     compilation.BiasSums()(traced.graph)
     traced.recompile()
     products = [node for node in traced.graph.nodes if node.target is torch.ops.aten.mm.default]
@@ -290,6 +311,27 @@ def test_products_sum_the_rows_of_gradients_of_half_precision(device, dtype):
         exact = rows.double().sum(0)
         for got in traced(rows)[:2]:
             assert ((got[0] - exact).norm() / exact.norm()).item() < torch.finfo(dtype).eps
+
+
+def test_a_sum_with_more_digits_than_its_rows_stays_where_no_gradient_is_summed():
+    """Products replace sums that autograd rounds, and those that return no more digits than a product."""
+    graphs = []
+
+    def compiled(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        graphs.append([node for node in graph.graph.nodes if node.target is torch.ops.aten.sum.dim_IntList])
+        compilation.BiasSums()(graph.graph)
+        graph.recompile()
+        return graph.forward
+
+    layer, x = torch.nn.Linear(24, 24, dtype=torch.bfloat16), 1 + torch.randn(3_000, 24).bfloat16()
+    backend = aot_autograd(fw_compiler=compiled, bw_compiler=compiled)
+    output, *sums = torch.compile(lambda x: (layer(x), *sums_of(x)[:2]), backend=backend)(x)
+    output.backward(x)
+    of_forward, of_backward = graphs
+    assert (len(of_forward), [node.meta["partitioner_tag"] for node in of_backward]) == (2, ["is_backward"])
+    assert torch.equal(sums[1], sums_of(x)[1])
+    for rounded in (sums[0], layer.bias.grad):
+        torch.testing.assert_close(rounded.float().view_as(sums[1]), sums[1], rtol=2**-8, atol=0.0)
 
 
 @pytest.mark.gpu
@@ -310,6 +352,9 @@ def test_on_a_gpu_the_compiler_sums_the_gradients_of_biases_by_products():
     ):
         compilation._compiled("image", [layer], sharded=False)[layer](x).sum().backward()
     assert products == [False, True]  # of the forward's graph and of the backward's
+
+
+# ---- Resumes ----
 
 
 def test_a_resume_does_what_the_training_did(tmp_path, compiler, monkeypatch):

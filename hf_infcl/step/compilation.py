@@ -19,7 +19,7 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 from torch import Tensor, nn
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 from transformers.utils import logging
 
@@ -32,7 +32,7 @@ from ..processes.collectives import Processes
 from .grad_cache import undone
 from .terms import Context, autocast
 from .window import Window
-from .wrappers import Wrapper, gathered
+from .wrappers import Wrapper, gathered, hooked
 
 LAYERS, MODEL, NOTHING = "layers", "model", "nothing"  # what is compiled
 ENOUGH = 300.0  # seconds that the layers of a training take, some twenty times what their compilation takes
@@ -92,10 +92,16 @@ class LayerCompilation:
         place = "forward" if self._sharded else "_compiled_call_impl"
         with ExitStack() as stack:
             for layer, function in self._functions.items():
-                stack.enter_context(patch.object(layer, place, function))
+                if not self._hooked(layer):
+                    stack.enter_context(patch.object(layer, place, function))
             if self._functions and len(window) > 1:  # graphs compete for memory
                 stack.enter_context(torch._functorch.config.patch(activation_memory_budget=_KEPT))
             yield
+
+    def _hooked(self, layer: nn.Module) -> bool:
+        """Whether a layer has hooks that its function, which is one of all layers of its tower, would leave out."""
+        # FSDP has hooks on the layer itself, and calls them.
+        return hooked(part for part in layer.modules() if part is not layer or not self._sharded)
 
     def _decide(self, window: Window) -> str:
         context = self._context
@@ -137,11 +143,16 @@ class LayerCompilation:
     def _trials(self, window: Window) -> dict[str, tuple[list[nn.Module], Callable[[], None]]]:
         """The layers of each tower and a trial: a forward and a backward of the last layer with its inputs in the step.
 
-        A tower whose outputs are cached does not run, and is left out, as is one whose layers have parts that FSDP
-        shards by themselves. Afterwards the layers that are tried have their whole weights on every process.
+        Layers that have hooks on any process are left out, and so is a tower whose layers have parts that FSDP shards
+        by themselves, or which does not run, as its outputs are cached. Afterwards the layers that are tried have their
+        whole weights on every process.
         """
         context, encoder = self._context, self._context.encoder
-        towers = {name: layers for name, tower in encoder.towers().items() if (layers := layers_of(tower))}
+        marked = {name: layers_of(tower) for name, tower in encoder.towers().items()}
+        every = [layer for layers in marked.values() for layer in layers]
+        found = Processes().gather_objects([self._hooked(layer) for layer in every])  # FSDP gathers one at a time
+        plain = {layer for layer, *hooks in zip(every, *found, strict=True) if not any(hooks)}
+        towers = {name: left for name, layers in marked.items() if (left := [one for one in layers if one in plain])}
         encoder.model.train()
         encoder.eval_frozen_parts()
         inputs: dict[nn.Module, tuple[nn.Module, Any, dict[str, Any]]] = {}
@@ -181,8 +192,8 @@ class BiasSums(CustomGraphPass):
     an activation they compute its derivative again: of a ViT-B/16's step of 290 ms on an H200 they take 14.7.
     """
 
-    def uuid(self) -> str:  # for what the compiler keeps on the disk
-        return f"{__name__} 1"
+    def uuid(self) -> bytes:  # for what the compiler keeps on the disk
+        return get_hash_for_files((__file__,))
 
     def __call__(self, graph: Graph) -> None:
         aten: Any = torch.ops.aten
@@ -192,24 +203,23 @@ class BiasSums(CustomGraphPass):
             # Not of fp32, whose products may be rounded to TF32.
             if dims != [0] or keeps != [True] or value.ndim != 2 or value.dtype not in (torch.bfloat16, torch.float16):
                 continue
+            dtype = total.kwargs.get("dtype", value.dtype)
+            # Autograd rounds the gradient of a bias like the bias, but a forward may need the digits of a wider sum.
+            if dtype != value.dtype and total.meta.get("partitioner_tag") != "is_backward":
+                continue
             with graph.inserting_before(total):
                 rows = graph.call_function(aten.sym_size.int, (gradient, 0))
                 like = {"dtype": value.dtype, "device": value.device}
                 ones = graph.call_function(aten.full.default, ([_ONES, rows], 1), like)
                 sums = graph.call_function(aten.mm.default, (ones, gradient))
                 first = graph.call_function(aten.slice.Tensor, (sums, 0, 0, 1))
-                dtype = total.kwargs.get("dtype", value.dtype)  # in which autocast rounds it like the bias
                 first = graph.call_function(torch.ops.prims.convert_element_type.default, (first, dtype))
             total.replace_all_uses_with(first)
             graph.erase_node(total)
 
 
-def _call(layer: nn.Module, *args: object, **kwargs: object) -> Any:
-    return layer._call_impl(*args, **kwargs)
-
-
-def _call_forward(forward: Callable[..., Any], *args: object, **kwargs: object) -> Any:
-    return forward(*args, **kwargs)
+def _call(function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+    return function(*args, **kwargs)
 
 
 def _compiled(name: str, layers: Iterable[nn.Module], *, sharded: bool) -> dict[nn.Module, Callable[..., Any]]:
@@ -218,13 +228,13 @@ def _compiled(name: str, layers: Iterable[nn.Module], *, sharded: bool) -> dict[
     The function has a code object of its own: all layers of transformers share one, and the compiler limits how many
     kinds of inputs it compiles for each code object.
     """
-    code = (_call_forward if sharded else _call).__code__.replace(co_name=f"_call_{name}_{next(_NUMBERS)}")
+    code = _call.__code__.replace(co_name=f"_call_{name}_{next(_NUMBERS)}")
     options: Any = {"recompile_limit": 32} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
     if BACKEND == "inductor":  # also where another thread runs the backward, which compiles its graph
         sums = torch._inductor.config.post_grad_custom_pre_pass or BiasSums()
         options["options"] = {"post_grad_custom_pre_pass": sums}
     function: Any = torch.compile(FunctionType(code, globals(), code.co_name), backend=BACKEND, **options)
-    return {layer: partial(function, layer.forward if sharded else layer) for layer in layers}
+    return {layer: partial(function, layer.forward if sharded else layer._call_impl) for layer in layers}
 
 
 def _seconds(trial: Callable[[], None]) -> float:

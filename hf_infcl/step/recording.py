@@ -15,7 +15,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.module import _has_any_global_hook
 from transformers import CLIPModel, SiglipModel
 from transformers.utils import import_utils, logging
 
@@ -24,14 +23,13 @@ from ..models.dual_encoder import IMAGE_FEATURES, IMAGE_INPUTS, NO_MASK, NO_TEXT
 from .compilation import may_compile
 from .grad_cache import Features, random_state_kept
 from .terms import Context
-from .wrappers import Wrapper
+from .wrappers import Wrapper, hooked
 
 PATIENCE = 10  # windows with inputs of the same shapes before they are recorded
 KEPT = 2  # the maximum number of recordings; each holds the activations of a micro-batch
 SHARE = 1 / 4  # of the device's memory that a training may have taken until it records
 _INPUTS = ("pixel_values", "input_ids")
 _OTHERS = {*IMAGE_INPUTS, *TEXT_INPUTS, IMAGE_FEATURES, NO_TEXTS} - {*_INPUTS, "attention_mask"}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _KNOWN = ("torch.", "transformers.", "hf_infcl.")  # modules of others may depend on more than their attributes
 
 logger = logging.get_logger(__name__)
@@ -72,8 +70,8 @@ class StepRecording:
             self._recordings.clear()
         tensors = [batch[name] for name in _INPUTS]
         parameters = self._model.parameters()
-        hooked = any(vars(module)[name] for module in self._model.modules for name in _HOOKS) or _has_any_global_hook()
-        if hooked or any(p._backward_hooks for p in parameters) or any(t.requires_grad for t in tensors):
+        watched = hooked(self._model.modules) or any(p._backward_hooks for p in parameters)
+        if watched or any(t.requires_grad for t in tensors):
             return embed(forward, batch, frozen_outputs)
         trained = [p for p in parameters if p.requires_grad]
         key = tuple((t.shape, t.stride(), t.dtype) for t in tensors)

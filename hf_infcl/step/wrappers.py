@@ -8,12 +8,20 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.parallel import DistributedDataParallel
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def without_compiler(model: nn.Module) -> Any:
     """The module from which `torch.compile` created ``model``, or ``model`` itself."""
     return getattr(model, "_orig_mod", model)
+
+
+def hooked(modules: Iterable[nn.Module]) -> bool:
+    """Whether functions are to be called around the forward or the backward of any of the modules."""
+    return _has_any_global_hook() or any(vars(module)[name] for module in modules for name in _HOOKS)
 
 
 class Wrapper:
