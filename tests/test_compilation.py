@@ -83,7 +83,7 @@ def hooked() -> tf.CLIPModel:
     """A model with hooks that its other layers do not have."""
     model = clip()
     model.vision_model.encoder.layers[0].register_forward_pre_hook(lambda layer, inputs: (1.1 * inputs[0], *inputs[1:]))
-    model.text_model.encoder.layers[-1].mlp.register_forward_hook(lambda mlp, inputs, output: 0.9 * output)
+    model.text_model.encoder.layers[1].mlp.register_forward_hook(lambda mlp, inputs, output: 0.9 * output)
     return model
 
 

@@ -92,21 +92,15 @@ class LayerCompilation:
         place = "forward" if self._sharded else "_compiled_call_impl"
         with ExitStack() as stack:
             for layer, function in self._functions.items():
-                if not self._hooked(layer):
+                if not hooked(layer.modules()):  # what is compiled for another layer would leave them out
                     stack.enter_context(patch.object(layer, place, function))
             if self._functions and len(window) > 1:  # graphs compete for memory
                 stack.enter_context(torch._functorch.config.patch(activation_memory_budget=_KEPT))
             yield
 
-    def _hooked(self, layer: nn.Module) -> bool:
-        """Whether a layer has hooks that its function, which is one of all layers of its tower, would leave out."""
-        # FSDP has hooks on the layer itself, and calls them.
-        return hooked(part for part in layer.modules() if part is not layer or not self._sharded)
-
     def _decide(self, window: Window) -> str:
         context = self._context
-        possible = may_compile(context.args)
-        if self._before in (MODEL, NOTHING) or not all(one for (one,) in Processes().agree([possible])):
+        if self._before in (MODEL, NOTHING) or not all(map(all, Processes().agree([may_compile(context.args)]))):
             return NOTHING
         towers: dict[str, tuple[list[nn.Module], Callable[[], None]]] = {}
         seconds, failure = 0.0, ""
@@ -143,16 +137,11 @@ class LayerCompilation:
     def _trials(self, window: Window) -> dict[str, tuple[list[nn.Module], Callable[[], None]]]:
         """The layers of each tower and a trial: a forward and a backward of the last layer with its inputs in the step.
 
-        Layers that have hooks on any process are left out, and so is a tower whose layers have parts that FSDP shards
-        by themselves, or which does not run, as its outputs are cached. Afterwards the layers that are tried have their
-        whole weights on every process.
+        A tower whose outputs are cached does not run, and is left out, as is one whose last layer has hooks, or parts
+        that FSDP shards by themselves. Afterwards the layers that are tried have their whole weights on every process.
         """
         context, encoder = self._context, self._context.encoder
-        marked = {name: layers_of(tower) for name, tower in encoder.towers().items()}
-        every = [layer for layers in marked.values() for layer in layers]
-        found = Processes().gather_objects([self._hooked(layer) for layer in every])  # FSDP gathers one at a time
-        plain = {layer for layer, *hooks in zip(every, *found, strict=True) if not any(hooks)}
-        towers = {name: left for name, layers in marked.items() if (left := [one for one in layers if one in plain])}
+        towers = {name: layers for name, tower in encoder.towers().items() if (layers := layers_of(tower))}
         encoder.model.train()
         encoder.eval_frozen_parts()
         inputs: dict[nn.Module, tuple[nn.Module, Any, dict[str, Any]]] = {}
@@ -167,8 +156,8 @@ class LayerCompilation:
             # Not by calling the model, whose hooks would take this for a forward of the training. FSDP needs its hooks.
             forward = encoder.model if self._sharded else encoder.model.forward
             encoder.embed(forward, context.prepare_inputs(dict(batch)))
-        whole = gathered(encoder.model, inputs)
-        tried = {name: layers for name, layers in towers.items() if layers[-1] in whole}
+        ready = {layer for layer in gathered(encoder.model, inputs.keys()) if not hooked(layer.modules())}
+        tried = {name: layers for name, layers in towers.items() if layers[-1] in ready}
         return {name: (layers, partial(self._trial, name, *inputs[layers[-1]])) for name, layers in tried.items()}
 
     def _trial(self, name: str, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

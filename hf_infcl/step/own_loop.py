@@ -137,8 +137,7 @@ def _encoded(
 def _check_tokens(model: nn.Module, micro_batches: Sequence[object]) -> None:
     """Checks all tokens at once; only the configs of transformers' models state the number of token embeddings."""
     vocabulary = getattr(getattr(getattr(model, "config", None), "text_config", None), "vocab_size", None)
-    batches = [batch for batch in micro_batches if isinstance(batch, Mapping)]
-    tokens = [batch["input_ids"].flatten() for batch in batches if "input_ids" in batch]
+    tokens = [b["input_ids"].flatten() for b in micro_batches if isinstance(b, Mapping) and "input_ids" in b]
     if vocabulary is not None and tokens:
         check_tokens(torch.cat(tokens), vocabulary, "A micro-batch has")
 

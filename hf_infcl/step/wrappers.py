@@ -1,7 +1,7 @@
 """What DDP and FSDP2 need so that a window of several micro-batches has one loss and one exact gradient."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from functools import cached_property
 from typing import Any
 
@@ -20,8 +20,9 @@ def without_compiler(model: nn.Module) -> Any:
 
 
 def hooked(modules: Iterable[nn.Module]) -> bool:
-    """Whether functions are to be called around the forward or the backward of any of the modules."""
-    return _has_any_global_hook() or any(vars(module)[name] for module in modules for name in _HOOKS)
+    """Whether functions are to be called around the forward or the backward of any of the modules, beside FSDP's."""
+    hooks = (vars(one)[name] for one in modules if not isinstance(one, FSDPModule) for name in _HOOKS)
+    return _has_any_global_hook() or any(hooks)
 
 
 class Wrapper:
@@ -106,8 +107,7 @@ class DDP(Wrapper):
     def check_gradients(self) -> None:
         if self.model.find_unused_parameters or self.model.static_graph:
             return
-        named = self.unwrapped.named_parameters()
-        if unused := [name for name, p in named if p.requires_grad and p.grad is None]:
+        if unused := [n for n, p in self.unwrapped.named_parameters() if p.requires_grad and p.grad is None]:
             names = ", ".join(unused[:10]) + (" ..." if unused[10:] else "")
             raise ValueError(
                 f"No embedding depends on {names}, but DDP waits for their gradients before it averages the others. "
@@ -129,12 +129,11 @@ class FSDP2(Wrapper):
             self.model.set_requires_gradient_sync(True)
 
 
-def gathered(model: nn.Module, parts: Iterable[nn.Module]) -> set[nn.Module]:
+def gathered(model: nn.Module, parts: Set[nn.Module]) -> set[nn.Module]:
     """Those parts of a model of which this process has all weights; collective, as FSDP2 gathers them before.
 
     They stay gathered until `reshard`. FSDP2 does not gather what it shards apart within a part.
     """
-    parts = {*parts}
     for module in model.modules():
         if not parts.isdisjoint(module.modules()) and isinstance(module, FSDPModule):
             module.unshard()
