@@ -9,11 +9,9 @@ import torch
 import transformers as tf
 from helpers import models
 from helpers.processes import on_ranks
-from helpers.trainers import StopAt, parameters, trained, trainer_for, whole_weights
-from helpers.wrappers import FSDP, needs_fsdp
+from helpers.trainers import StopAt, parameters, trained, trainer_for
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import aot_eager
-from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.data import default_collate
 from transformers import TrainerCallback
@@ -234,58 +232,6 @@ def test_processes_compile_alike_or_not_at_all(rank, world_size, tmp_path):
         assert torch.equal(weights, found[0][1])
 
 
-# ---- FSDP2 ----
-
-
-def rank_sharded(rank: int, world_size: int, folder: str, backend: str) -> None:
-    # Torch resumes no optimizer without a state, and AdamW would make steps of gradients that are only rounding.
-    options: dict[str, Any] = {**FSDP, "optim": "adamw_torch", "adam_epsilon": 1e-3, "learning_rate": 0.01}
-    options |= {"data": models.Pairs(64), "max_steps": 4, "retain_graphs": "2", "gradient_accumulation_steps": 3}
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    evaluating = {**EVALUATED, "eval_steps": 2, "eval_dataset": models.Pairs(10)}
-
-    def weights(decided: str, **more: Any) -> tuple[torch.Tensor, list[str]]:
-        torch._dynamo.reset()  # as in a new process
-        with mock.patch.object(compilation.logger, "warning") as told:
-            trainer = run(folder, **options | more)
-        assert trainer.window_step.compilation.decided == decided
-        assert not any("forward" in vars(module) for module in trainer.model.modules()), "what is compiled stays"
-        assert all(isinstance(p, DTensor) for p in trainer.model.parameters()), "an evaluation leaves them whole"
-        messages = [call.args[0] for call in told.call_args_list]
-        return torch.cat([p.flatten() for p in whole_weights(trainer.model).values()]), messages
-
-    expected, told = weights(compilation.NOTHING, torch_compile=False)
-    assert not told
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        compile_layers(monkeypatch, counting := Compiler())
-        if backend == "nccl":
-            monkeypatch.setattr(compilation, "BACKEND", "inductor")
-        compiled, told = weights(compilation.LAYERS, **saving, **evaluating)
-        assert len(told) == (rank == 0)
-        if backend == "gloo":
-            assert (len(counting.graphs), counting.calls) == (2, 2 + 4 * (3 + 1) * 2 * LAYERS)
-            assert torch.equal(compiled, expected)
-        start = torch.cat([p.flatten() for p in clip().to(expected.device).parameters()])
-        assert (compiled - expected).norm() < 1e-3 * (expected - start).norm()
-        monkeypatch.setattr(compilation, "ENOUGH", 1e9)  # what is left is short
-        model, calls = clip(), []
-        if rank == 0 and backend == "gloo":  # on a GPU a layer that is not compiled rounds otherwise
-            model.text_model.encoder.layers[-1].mlp.register_forward_hook(lambda *_: calls.append(1))
-        resumed, _ = weights(compilation.LAYERS, **saving, model=model, resume=f"{folder}/checkpoint-2")
-        assert torch.equal(resumed, compiled)
-        assert len(calls) == (1 + 2 * (3 + 1)) * (rank == 0 and backend == "gloo"), "those of the trial and two steps"
-        monkeypatch.setattr(compilation, "ENOUGH", 0.0)
-        monkeypatch.setattr(compilation, "BACKEND", failing_in_backward if rank else aot_eager)
-        eager, told = weights(compilation.NOTHING, **evaluating)
-        assert torch.equal(eager, expected)
-        assert ["The layers could not be compiled" in message for message in told] == [True] * (rank == 0)
-
-
-@needs_fsdp
-def test_sharded_layers_are_compiled_or_computed_as_they_are(fresh_ranks, tmp_path, backend):
-    fresh_ranks.run(rank_sharded, 2, str(tmp_path), backend, backend=backend, timeout=300)
-
-
 # ---- Sums of rows ----
 
 
@@ -350,7 +296,7 @@ def test_on_a_gpu_the_compiler_sums_the_gradients_of_biases_by_products():
         torch._inductor.config.patch(force_disable_caches=True),
         torch.autocast("cuda", torch.bfloat16),
     ):
-        compilation._compiled("image", [layer], sharded=False)[layer](x).sum().backward()
+        compilation._compiled("image", [layer])[layer](x).sum().backward()
     assert products == [False, True]  # of the forward's graph and of the backward's
 
 

@@ -62,8 +62,10 @@ def rank_losses(
     rank: int, world_size: int, folder: str, sharded: bool, options: dict[str, Any]
 ) -> list[tuple[float, float]]:
     wrapper = {"fsdp": True, "use_cpu": False} if sharded else {}
-    options = {"learning_rate": 0.01, "max_steps": 4, **options, **wrapper}
+    evaluating = {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": models.Pairs(10)}
+    options = {"learning_rate": 0.01, "max_steps": 4, **evaluating, **options, **wrapper}
     trainer = trained(trainer_for(folder, models.clip(), models.Pairs(64), **options))
+    assert all(isinstance(p, DTensor) == sharded for p in trainer.model.parameters()), "an evaluation leaves them whole"
     return [(logs["loss"], logs["grad_norm"]) for logs in trainer.state.log_history if "loss" in logs]
 
 

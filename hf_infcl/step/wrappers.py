@@ -1,13 +1,12 @@
 """What DDP and FSDP2 need so that a window of several micro-batches has one loss and one exact gradient."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,9 +19,8 @@ def without_compiler(model: nn.Module) -> Any:
 
 
 def hooked(modules: Iterable[nn.Module]) -> bool:
-    """Whether functions are to be called around the forward or the backward of any of the modules, beside FSDP's."""
-    hooks = (vars(one)[name] for one in modules if not isinstance(one, FSDPModule) for name in _HOOKS)
-    return _has_any_global_hook() or any(hooks)
+    """Whether functions are to be called around the forward or the backward of any of the modules."""
+    return _has_any_global_hook() or any(vars(one)[name] for one in modules for name in _HOOKS)
 
 
 class Wrapper:
@@ -127,17 +125,6 @@ class FSDP2(Wrapper):
             yield
         finally:
             self.model.set_requires_gradient_sync(True)
-
-
-def gathered(model: nn.Module, parts: Set[nn.Module]) -> set[nn.Module]:
-    """Those parts of a model of which this process has all weights; collective, as FSDP2 gathers them before.
-
-    They stay gathered until `reshard`. FSDP2 does not gather what it shards apart within a part.
-    """
-    for module in model.modules():
-        if not parts.isdisjoint(module.modules()) and isinstance(module, FSDPModule):
-            module.unshard()
-    return {part for part in parts if not any(isinstance(p, DTensor) for p in part.parameters())}
 
 
 def make_wrapper(model: nn.Module, *, without_fsdp: str = "") -> Wrapper:
