@@ -62,6 +62,8 @@ def test_a_frozen_tower_has_no_backward():
     images, texts = count_operations(encoder, batch)
     assert images == (plain[0][0], 0)
     assert texts == plain[1]
+    encoder.model.enable_input_require_grads()  # as reentrant checkpointing and peft do
+    assert count_operations(encoder, batch) == [images, texts]
 
 
 def test_micro_batches_of_a_window_add_up():

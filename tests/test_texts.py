@@ -160,6 +160,14 @@ def test_a_placeholder_changes_nothing(kind):
         assert name not in before or torch.equal(value, before[name]), name
 
 
+def test_a_frozen_text_tower_remembers_no_placeholder():
+    encoder, batch = DualEncoder(models.clip()), models.batch_for("clip", 3)
+    encoder.freeze("text")
+    frozen_outputs: dict[str, object] = {}
+    encoder.embed(encoder.model, without_texts(batch), frozen_outputs)
+    assert not frozen_outputs
+
+
 @pytest.mark.parametrize("kind", models.BUILD)
 def test_a_micro_batch_without_texts_takes_cached_image_features(kind):
     model = models.BUILD[kind]().eval()

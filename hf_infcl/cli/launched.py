@@ -126,6 +126,7 @@ def warn_once() -> None:
 
     def is_of_this_process(record: logging.LogRecord) -> bool:
         package, _, module = record.name.partition(".")
+        # What other packages and these modules say may differ from process to process.
         return package != "hf_infcl" or module.startswith(_OF_ONE_PROCESS) or record.levelno > logging.WARNING
 
     warnings.simplefilter("ignore")

@@ -72,6 +72,7 @@ def count_operations(encoder: DualEncoder, batch: Mapping[str, Tensor]) -> list[
             stack.enter_context(_Numbers())
             state = {name: _fake(one) for name, one in (*model.named_parameters(), *model.named_buffers())}
             inputs = {name: _fake(one) for name, one in batch.items()}
+            trained = [one for one in state.values() if one.requires_grad]
             # As functional_call of torch.func, which calls nothing but forward.
             stack.enter_context(_reparametrize_module(model, state, tie_weights=True))
             stack.enter_context(torch.enable_grad())
@@ -81,7 +82,7 @@ def count_operations(encoder: DualEncoder, batch: Mapping[str, Tensor]) -> list[
                     embeds = encode(inputs)
                 with FlopCounterMode(display=False) as backward:
                     if embeds.requires_grad:
-                        embeds.sum().backward()
+                        torch.autograd.grad(embeds.sum(), trained, allow_unused=True)
                 counts.append((forward.get_total_flops(), backward.get_total_flops()))
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(

@@ -87,11 +87,12 @@ def _described(output: object) -> str:
 
 @contextlib.contextmanager
 def remembered(tower: nn.Module, outputs: dict[Any, object], name: Hashable) -> Iterator[None]:
-    """Within the context a frozen tower stores its output in ``outputs``, or returns a copy of the stored one.
+    """Within the context a frozen tower stores its output in ``outputs``, or returns the stored one.
 
     Whatever hooks of checkpointing or of peft do to its embeddings, its output gets no graph.
     """
-    forward, is_stored, stored = tower.forward, name in outputs, outputs.get(name)
+    forward = tower.forward
+    is_stored, stored = name in outputs, outputs.get(name)
 
     def once(*args: object, **kwargs: object) -> Any:
         if is_stored:  # a copy, because a model may write the projection into it
@@ -272,7 +273,8 @@ class DualEncoder:
                 stack.enter_context(self._without_texts(partial(self.embed, forward, row)))
             if frozen_outputs is not None:
                 for name, tower in self.frozen_towers().items():
-                    stack.enter_context(remembered(tower, frozen_outputs, name))
+                    if not (no_texts and name == "text"):  # whose placeholder is remembered elsewhere
+                        stack.enter_context(remembered(tower, frozen_outputs, name))
             outputs = forward(**inputs, **self._return_dict)
         images, texts = embeds_of(outputs, self.base)
         return images, texts[:0] if no_texts else texts
@@ -282,10 +284,10 @@ class DualEncoder:
         """Within the context the text tower computes nothing, and returns its output for a placeholder.
 
         A model's forward needs at least one text, also for a micro-batch that has none. The embedding of this text is
-        dropped, so its values do not matter, and the tower has to run only once for each dtype and device: before that,
-        ``forward`` returns the embeddings of any images and one text. The model is in evaluation mode meanwhile, so
-        that no random numbers are drawn. An output whose embedding is not finite is not kept: in the backward it is
-        multiplied by gradients of 0.
+        dropped, so its values do not matter, and the tower has to run only once for each dtype and device. It does so
+        in ``forward``, which returns the embeddings of any images and one text, and in evaluation mode, so that it
+        draws no random numbers. An output whose embedding is not finite is not kept: in the backward it is multiplied
+        by gradients of 0.
         """
         tower, projection = self.towers()["text"], getattr(self.model, TOWERS["text"][1], None)
         parameter = next(tower.parameters())

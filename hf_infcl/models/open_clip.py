@@ -80,6 +80,7 @@ UNREPAIRED = (
     "hf_infcl.models.open_clip.repaired does the same."
 )
 ENOUGH = 0.9999  # the least cosine of two embeddings of fixed inputs
+_ROWS = 4
 
 
 # ---- Loading ----
@@ -95,21 +96,28 @@ class Loaded(NamedTuple):
 
 @asks_hub_once
 def load(
-    checkpoint: str, open_clip_model: str | None = None, *, tokenizer: str | None = None, **options: Any
+    checkpoint: str,
+    open_clip_model: str | None = None,
+    *,
+    merges: bool = True,
+    new_weights: Sequence[str] = (),
+    seed: int = 0,
+    tokenizer: str | None = None,
 ) -> Loaded:
     """Loads the model and the processor. The model is in fp32 for the optimizer, whatever dtype its checkpoint has.
 
     Args:
         checkpoint: a folder or a Hub id, also of OpenCLIP or of adapters, or a .pt of OpenCLIP's training.
         open_clip_model: see `load_open_clip`.
-        tokenizer, options: the ``tokenizer``, ``merges``, ``new_weights`` and ``seed`` of `pretrained.load_model`.
+        merges, new_weights, seed, tokenizer: see `pretrained.load_model`.
 
     Raises:
         ValueError: they cannot be loaded, or weights are missing.
     """
     if not pretrained.is_of_open_clip(checkpoint, open_clip_model):
-        return Loaded(*pretrained.load_model(checkpoint, dtype=torch.float32, tokenizer=tokenizer, **options))
-    if options.get("new_weights"):
+        options: Any = {"merges": merges, "new_weights": new_weights, "seed": seed, "tokenizer": tokenizer}
+        return Loaded(*pretrained.load_model(checkpoint, dtype=torch.float32, **options))
+    if new_weights:
         raise ValueError(f"--new_weights is for models in transformers' format, and {checkpoint!r} is not. Omit it.")
     loaded = _loaded(checkpoint, open_clip_model, tokenizer)
     return loaded._replace(model=loaded.model.float())
@@ -375,8 +383,8 @@ def _fixed_inputs(config: Any, length: int | None) -> tuple[Tensor, Tensor]:
     """
     text, side = config.text_config, config.vision_config.image_size
     drawn, length = torch.Generator().manual_seed(0), length or text.max_position_embeddings
-    pixels = torch.randn(4, 3, side, side, generator=drawn)
-    ids = torch.randint(3, text.vocab_size - 1, (4, length), generator=drawn)
+    pixels = torch.randn(_ROWS, 3, side, side, generator=drawn)
+    ids = torch.randint(3, text.vocab_size - 1, (_ROWS, length), generator=drawn)
     if pooling := Pooling.of_config(text):
         end = text.vocab_size - 1 if pooling.at_largest else text.eos_token_id
         ids[ids == end] = end - 1

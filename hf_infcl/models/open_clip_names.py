@@ -203,7 +203,7 @@ def _tower_fields(config: Any, sizes: Mapping[str, tuple[str, int]]) -> dict[str
 
 def mlp_ratio(hidden: int, width: int) -> float:
     """A ratio for which int(width · ratio) is the width of the hidden layer, as OpenCLIP and timm compute it."""
-    ratio = hidden / width  # of which the product may be below the width by a rounding error
+    ratio = hidden / width  # whose product with the width may be less than hidden by a rounding error
     return ratio if int(width * ratio) == hidden else math.nextafter(ratio, math.inf)
 
 

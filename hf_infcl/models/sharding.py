@@ -94,8 +94,8 @@ def fsdp_tower_methods(encoder: DualEncoder) -> Iterator[None]:
     """A context in which FSDP2 gathers the parameters for the methods of the two towers, as for forward.
 
     Outside of the context, the methods must be those of the class: CLIP's forward calls them, and FSDP2 would release
-    the parameters of the whole model after the first call. What the last call has left is released as well: a step
-    reads which parameters the model has before its first forward.
+    the parameters of the whole model after the first call. At its end the context releases what the last call has
+    gathered: a step lists the parameters of the model before its first forward.
     """
     with contextlib.ExitStack() as stack:
         stack.callback(reshard, encoder.model)
