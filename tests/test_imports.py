@@ -209,8 +209,8 @@ def test_no_import_comes_back_to_itself():
 
 # Lines of code, without comments and docstrings, that a package has at most.
 BUDGETS = {
-    **{"files": 177, "processes": 539, "kernels": 1610, "evaluation": 449, "refusals": 40},
-    **{"loss": 1159, "shards": 886, "models": 1876, "optim": 332, "options": 674, "data": 2445, "step": 2069},
+    **{"files": 172, "processes": 539, "kernels": 1610, "evaluation": 449, "refusals": 40},
+    **{"loss": 1159, "shards": 886, "models": 1876, "optim": 332, "options": 674, "data": 2445, "step": 2068},
     **{"quality": 953, "trainer": 2121, "card": 844, "cli": 2212},
 }
 

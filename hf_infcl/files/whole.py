@@ -4,7 +4,7 @@ import os
 import stat
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 LFS_POINTER = b"version https://git-lfs"
@@ -12,12 +12,8 @@ LFS_POINTER = b"version https://git-lfs"
 
 def check_pulled(file: str | Path) -> None:
     """Raises a ValueError for a pointer of Git LFS in place of a local file."""
-    if os.path.isfile(file) and os.path.getsize(file) < 1024:
-        with open(file, "rb") as opened:
-            if opened.read(len(LFS_POINTER)) == LFS_POINTER:
-                raise ValueError(
-                    f"{file} is a pointer of Git LFS in place of the file: run `git lfs pull` where it lies."
-                )
+    if os.path.isfile(file) and os.path.getsize(file) < 1024 and Path(file).read_bytes().startswith(LFS_POINTER):
+        raise ValueError(f"{file} is a pointer of Git LFS in place of the file: run `git lfs pull` where it lies.")
 
 
 @contextmanager
@@ -28,11 +24,10 @@ def written_whole(path: Path, folder: str | Path | None = None) -> Iterator[Path
     leaves it out, as all there that begins with an underscore.
     """
     partial = Path(folder or path.parent, f"_{os.getpid()}.{path.name}")
-    try:
+    with ExitStack() as after:
+        after.callback(partial.unlink, missing_ok=True)  # after an error it would take room on a disk that may be full
         yield partial
         os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)  # after an error it would take room on a disk that may be full
 
 
 def describe(path: Path) -> dict[str, int]:

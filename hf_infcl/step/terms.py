@@ -134,14 +134,12 @@ class KeptFeatures(LossTerm):
     def reference(self, inputs: Mapping[str, Tensor], frozen_outputs: Mapping[str, Any]) -> Features:
         """The embeddings of the start, which may be in the inputs (``cache_features``).
 
-        The copies of frozen towers do not run: ``frozen_outputs`` are what the model's have returned.
+        The copies of frozen towers do not run: they return ``frozen_outputs``, as the model's own have.
         """
         if "start_images" in inputs:
             return inputs["start_images"], inputs["start_texts"]
-        # A forward writes the projection into the output that it gets, which the second pass needs as it is.
-        outputs = {name: type(output)(**output) for name, output in frozen_outputs.items()}
         with torch.no_grad(), autocast(self._accelerator):
-            return self._start.embed(self._start.model, inputs, outputs)
+            return self._start.embed(self._start.model, inputs, dict(frozen_outputs))
 
     def value(self, features: Features, references: Features) -> Tensor:
         pairs = zip(features, references, strict=True)
